@@ -1,0 +1,54 @@
+"""Control events, controller to node daemon, and the evidence that comes back.
+
+Events travel as server-sent events: `event:` is the kind, `data:` the JSON of the struct below. A daemon ignores
+kinds it does not know.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+TEXT_BYTES_MAX: Final = 64 << 10
+PROCESSES_MAX: Final = 64
+EVIDENCE_BYTES_MAX: Final = 2 << 20
+
+
+class CollectEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """Gather what the processes of a job are doing, before anybody ends them."""
+
+    incident: str
+    job_id: int
+    restart: int
+    ranks: list[int]  # the suspects on this node
+    stacks: bool = True
+    deadline_ms: int = 5000
+
+
+class HelloEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """First event of each stream: how often to report."""
+
+    period_ms: int
+
+
+class ProcessEvidence(msgspec.Struct, frozen=True, kw_only=True):
+    """One process as the daemon sees it. None: could not be read; `notes` say why."""
+
+    rank: int
+    pid: int
+    state: str | None = None  # letter of /proc/PID/stat, X: gone
+    wchan: str | None = None
+    kernel_stack: str | None = None
+    python_stack: str | None = None
+    notes: list[str] = []
+
+
+class Evidence(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer to a CollectEvent, posted as JSON."""
+
+    incident: str
+    node: str
+    job_id: int
+    restart: int
+    processes: list[ProcessEvidence]

@@ -1,0 +1,242 @@
+"""The probe frame: what a training process tells, as fixed-size shared memory. The one definition of its layout.
+
+A process owns one file: a header of 128 bytes, then 16 slots of 1,184 bytes, one per communicator (the size of
+CCL-D's probing frame, PPoPP'26). The file never grows, whatever the scale of the job. `node_daemon/native/frame/
+tocsin_frame.h` is generated from the tables below and a test compares both views byte by byte.
+
+How it can be read while the writer is stopped in the middle of a write: there is no lock and no sequence lock.
+Every field is naturally aligned, at most 8 bytes wide and written with one store, so each value alone is never
+torn. Values that belong together are ordered instead: a writer bumps `enqueued` last when a round begins and `done`
+last when it ends; a round's entry is written before `enqueued` admits it. A reader therefore reads the counters,
+then the rounds, then the counters again, and drops rounds that may have been overwritten in between
+(`rounds_of`). Cross-field doubts are resolved towards "unknown".
+
+All times are CLOCK_MONOTONIC nanoseconds of the writer's node and mean nothing on another node.
+
+A slot's parts:
+* counters: rounds enqueued, started and done on this communicator since it was made. The number of a round (its
+  `seq`, from 1) together with `comm_id` is CCL-D's trace id: every member counts alike without talking.
+* operation type set of the newest round: op, dtype, algo, proto, count, root.
+* `open`: progress of the rounds now executing (gloo runs two at once): transfer steps sent and received so far.
+* `lanes`: 32 running totals; a lane is a peer (gloo: position in the communicator modulo 32) or a channel (NCCL).
+* `rounds`: the newest 32 recorded rounds with their own time (`gap_us`: from leaving the previous operation of any
+  communicator to entering this one) and their duration, and a signature of the operation. Only rounds whose seq
+  is a multiple of `stride` are recorded; the writer raises `stride` (a power of two) so that the 32 entries span
+  at least two seconds, and any two readers who look once a second see common rounds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Final
+
+import numpy as np
+
+from diagnosis.contracts.errors import AgentFault
+
+MAGIC: Final = 0x4E49_5343_4F54_0001  # "..TOCSIN" read as a little-endian word, never a valid text file
+VERSION: Final = 1
+HEADER_BYTES: Final = 128
+SLOT_BYTES: Final = 1184
+SLOT_COUNT: Final = 16
+LANE_COUNT: Final = 32
+ROUND_COUNT: Final = 32
+OPEN_COUNT: Final = 2
+FILE_BYTES: Final = HEADER_BYTES + SLOT_COUNT * SLOT_BYTES
+DUR_OPEN: Final = 0xFFFF_FFFF
+"""`dur_us` of a round that has not ended."""
+GPU_UNKNOWN: Final = -1
+ROOT_NONE: Final = -1
+
+# (name, numpy type, C type, count); offsets follow from order and natural alignment, checked below.
+Field = tuple[str, str, str, int]
+OPEN_FIELDS: Final[tuple[Field, ...]] = (
+    ("seq", "<u4", "uint32_t", 1),  # 0: free
+    ("send_steps", "<u4", "uint32_t", 1),
+    ("recv_steps", "<u4", "uint32_t", 1),
+    ("reserved", "<u4", "uint32_t", 1),
+)
+LANE_FIELDS: Final[tuple[Field, ...]] = (
+    ("send_steps", "<u4", "uint32_t", 1),
+    ("recv_steps", "<u4", "uint32_t", 1),
+    ("recv_wait_us", "<u4", "uint32_t", 1),  # time spent waiting for receives, wraps
+    ("peer", "<u2", "uint16_t", 1),  # position of the peer in the communicator
+    ("wait_state", "u1", "uint8_t", 1),
+    ("used", "u1", "uint8_t", 1),
+)
+ROUND_FIELDS: Final[tuple[Field, ...]] = (
+    ("seq", "<u4", "uint32_t", 1),  # low 32 bits; 0: never used
+    ("gap_us", "<u4", "uint32_t", 1),
+    ("dur_us", "<u4", "uint32_t", 1),
+    ("signature", "<u4", "uint32_t", 1),  # hash of op, dtype, count and root; equal on all members of a sound round
+)
+SLOT_FIELDS: Final[tuple[Field, ...]] = (
+    ("comm_id", "<u8", "uint64_t", 1),  # 0: the slot is free
+    ("comm_size", "<u4", "uint32_t", 1),
+    ("comm_rank", "<u4", "uint32_t", 1),
+    ("enqueued", "<u8", "uint64_t", 1),
+    ("started", "<u8", "uint64_t", 1),
+    ("done", "<u8", "uint64_t", 1),
+    ("t_enqueued_ns", "<u8", "uint64_t", 1),
+    ("t_started_ns", "<u8", "uint64_t", 1),
+    ("t_done_ns", "<u8", "uint64_t", 1),
+    ("dur_sum_ns", "<u8", "uint64_t", 1),
+    ("gap_sum_ns", "<u8", "uint64_t", 1),
+    ("bytes", "<u8", "uint64_t", 1),
+    ("send_steps", "<u8", "uint64_t", 1),
+    ("recv_steps", "<u8", "uint64_t", 1),
+    ("count", "<u8", "uint64_t", 1),  # elements of the newest round; COUNT_UNKNOWN where the library does not tell
+    ("open", "", "tocsin_open", OPEN_COUNT),
+    ("root", "<i4", "int32_t", 1),
+    ("stride", "<u4", "uint32_t", 1),
+    ("errors", "<u4", "uint32_t", 1),
+    ("op", "u1", "uint8_t", 1),
+    ("dtype", "u1", "uint8_t", 1),
+    ("algo", "u1", "uint8_t", 1),
+    ("proto", "u1", "uint8_t", 1),
+    ("lanes", "", "tocsin_lane", LANE_COUNT),
+    ("rounds", "", "tocsin_round", ROUND_COUNT),
+)
+HEADER_FIELDS: Final[tuple[Field, ...]] = (
+    ("magic", "<u8", "uint64_t", 1),  # written last: a reader sees a whole header or none
+    ("version", "<u4", "uint32_t", 1),
+    ("header_bytes", "<u4", "uint32_t", 1),
+    ("slot_bytes", "<u4", "uint32_t", 1),
+    ("slot_count", "<u4", "uint32_t", 1),
+    ("pid", "<i4", "int32_t", 1),
+    ("rank", "<i4", "int32_t", 1),  # global rank, -1 unknown
+    ("pid_start_ticks", "<u8", "uint64_t", 1),  # field 22 of /proc/PID/stat: tells a reused pid
+    ("world_size", "<i4", "int32_t", 1),  # -1 unknown
+    ("local_rank", "<i4", "int32_t", 1),  # -1 unknown
+    ("gpu", "<i4", "int32_t", 1),  # index on the node as the job claims it, -1 unknown
+    ("step_id", "<i4", "int32_t", 1),  # Slurm step, -1 unknown
+    ("created_ns", "<u8", "uint64_t", 1),
+    ("last_leave_ns", "<u8", "uint64_t", 1),  # newest end of any round of the process
+    ("slots_reused", "<u4", "uint32_t", 1),  # communicators that ended or found no slot of their own
+    ("works_lost", "<u4", "uint32_t", 1),  # rounds not followed because too many were in flight
+    ("symbols_missing", "<u4", "uint32_t", 1),  # bit per hook that this library version lacks
+    ("transport", "u1", "uint8_t", 1),
+    ("reserved8", "u1", "uint8_t", 3),
+    ("library", "S24", "char", 24),
+    ("reserved", "u1", "uint8_t", 16),
+)
+COUNT_UNKNOWN: Final = 0xFFFF_FFFF_FFFF_FFFF
+
+
+class Op(IntEnum):
+    """Collective operations, one numbering for all libraries."""
+
+    UNKNOWN = 0
+    ALL_REDUCE = 1
+    BROADCAST = 2
+    REDUCE = 3
+    ALL_GATHER = 4
+    REDUCE_SCATTER = 5
+    ALL_TO_ALL = 6
+    GATHER = 7
+    SCATTER = 8
+    BARRIER = 9
+    SEND = 10
+    RECV = 11
+
+
+class Dtype(IntEnum):
+    """Element types, one numbering for all libraries."""
+
+    UNKNOWN = 0
+    INT8 = 1
+    UINT8 = 2
+    INT32 = 3
+    INT64 = 4
+    FLOAT16 = 5
+    BFLOAT16 = 6
+    FLOAT32 = 7
+    FLOAT64 = 8
+    BOOL = 9
+    OTHER = 15
+
+
+class Transport(IntEnum):
+    """The library that wrote the frame."""
+
+    UNKNOWN = 0
+    GLOO = 1
+    NCCL = 2
+
+
+def _dtype(fields: tuple[Field, ...]) -> np.dtype[np.void]:
+    """A packed numpy dtype of the fields; every field must already stand on its natural alignment."""
+    parts: list[tuple[str, object, tuple[int, ...]]] = []
+    offset = 0
+    for name, code, ctype, count in fields:
+        base = _NESTED[ctype] if ctype in _NESTED else np.dtype(code)
+        align = base.itemsize if not base.fields and base.kind != "S" else (8 if base.fields else 1)
+        if offset % align:
+            raise ValueError(f"{name} is not aligned: offset {offset}, needs {align}")
+        shape = () if count == 1 or base.kind == "S" else (count,)
+        parts.append((name, base, shape))
+        offset += base.itemsize * (1 if base.kind == "S" else count)
+    return np.dtype(parts)
+
+
+_NESTED: dict[str, np.dtype[np.void]] = {}
+OPEN_DTYPE: Final = _dtype(OPEN_FIELDS)
+LANE_DTYPE: Final = _dtype(LANE_FIELDS)
+ROUND_DTYPE: Final = _dtype(ROUND_FIELDS)
+_NESTED.update(tocsin_open=OPEN_DTYPE, tocsin_lane=LANE_DTYPE, tocsin_round=ROUND_DTYPE)
+SLOT_DTYPE: Final = _dtype(SLOT_FIELDS)
+HEADER_DTYPE: Final = _dtype(HEADER_FIELDS)
+STRUCTS: Final = (
+    ("tocsin_open", OPEN_FIELDS, OPEN_DTYPE),
+    ("tocsin_lane", LANE_FIELDS, LANE_DTYPE),
+    ("tocsin_round", ROUND_FIELDS, ROUND_DTYPE),
+    ("tocsin_slot", SLOT_FIELDS, SLOT_DTYPE),
+    ("tocsin_header", HEADER_FIELDS, HEADER_DTYPE),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One process's frame as read: `header` a record of HEADER_DTYPE, `slots` the used slots (SLOT_DTYPE)."""
+
+    header: np.void
+    slots: np.ndarray[tuple[int], np.dtype[np.void]]
+
+
+def parse(data: bytes) -> Frame:
+    """Check and view the bytes of a frame file.
+
+    Raises AgentFault (reason `short`, `magic`, `version` or `sizes`) where the file is not a frame of ours or lies
+    about itself. Nothing that a job wrote is used as a size, an index or an address.
+    """
+    if len(data) < HEADER_BYTES:
+        raise AgentFault(f"{len(data)} bytes are no frame header", reason="short")
+    header = np.frombuffer(data, HEADER_DTYPE, 1)[0]
+    if int(header["magic"]) != MAGIC:
+        raise AgentFault("no frame: the magic word is missing", reason="magic")
+    if int(header["version"]) != VERSION:
+        raise AgentFault(f"frame version {header['version']}; this side reads {VERSION}", reason="version")
+    claimed = (int(header["header_bytes"]), int(header["slot_bytes"]), int(header["slot_count"]))
+    if claimed != (HEADER_BYTES, SLOT_BYTES, SLOT_COUNT):
+        raise AgentFault(f"frame claims sizes {claimed}", reason="sizes")
+    if len(data) != FILE_BYTES:
+        raise AgentFault(f"frame of {len(data)} bytes, {FILE_BYTES} expected", reason="sizes")
+    slots = np.frombuffer(data, SLOT_DTYPE, SLOT_COUNT, HEADER_BYTES)
+    used = slots[(slots["comm_id"] != 0) & (slots["comm_size"] > 0) & (slots["comm_rank"] < slots["comm_size"])]
+    return Frame(header, used)
+
+
+def rounds_of(slot: np.void, enqueued_after: int) -> np.ndarray[tuple[int], np.dtype[np.void]]:
+    """The finished rounds of a slot in ascending seq, without any that may have been overwritten while reading.
+
+    `enqueued_after` is the slot's `enqueued` counter read again after the rounds were copied.
+    """
+    rounds = slot["rounds"]
+    seq = rounds["seq"].astype(np.int64)
+    stride = max(1, int(slot["stride"]))
+    newest = int(slot["enqueued"]) & 0xFFFF_FFFF
+    oldest_safe = (enqueued_after & 0xFFFF_FFFF) - stride * ROUND_COUNT
+    sound = (seq > 0) & (seq <= newest) & (seq > oldest_safe) & (rounds["dur_us"] != DUR_OPEN)
+    kept: np.ndarray[tuple[int], np.dtype[np.void]] = rounds[sound]
+    return kept[np.argsort(kept["seq"])]

@@ -1,0 +1,198 @@
+"""The report: what one node says about all its ranks and GPUs at one moment. One POST, one acknowledgement.
+
+On the wire: msgpack `[version, report]`, compressed with zstd. Additions keep the version (columns and trailing
+struct fields may be added); a change of meaning raises it, and an older side refuses it with a reason.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+import numpy as np
+import zstandard
+
+from diagnosis.contracts.columns import Columns
+from diagnosis.contracts.errors import AgentFault
+
+VERSION: Final = 1
+WIRE_BYTES_MAX: Final = 4 << 20
+PLAIN_BYTES_MAX: Final = 32 << 20
+JOBS_MAX: Final = 64
+RANKS_MAX: Final = 256
+COMM_ROWS_MAX: Final = RANKS_MAX * 16
+ROUND_ROWS_MAX: Final = COMM_ROWS_MAX * 32
+GPUS_MAX: Final = 64
+
+RANK_DTYPE: Final = np.dtype(
+    [
+        ("rank", "<i4"),
+        ("world_size", "<i4"),
+        ("local_rank", "<i4"),
+        ("gpu", "<i4"),  # index on the node, as the job claims
+        ("pid", "<i4"),
+        ("step_id", "<i4"),
+        ("process_state", "u1"),  # letter of /proc/PID/stat as the daemon sees it (R S D T Z), X: gone, null: unknown
+    ]
+)
+COMM_DTYPE: Final = np.dtype(
+    [
+        ("rank_row", "<u2"),  # row in the job's rank table
+        ("comm_id", "<u8"),
+        ("comm_size", "<u4"),
+        ("comm_rank", "<u4"),
+        ("op", "u1"),
+        ("dtype", "u1"),
+        ("algo", "u1"),
+        ("proto", "u1"),
+        ("state", "u1"),  # CommState
+        ("count", "<u8"),
+        ("root", "<i4"),
+        ("seq", "<u8"),  # newest round entered
+        ("done_seq", "<u8"),  # rounds complete on this rank
+        ("age_us", "<u8"),  # running: since the oldest open round was entered; done: since the process left any round
+        ("send", "<u4"),  # transfer steps; running: of the oldest open round, done: in the window
+        ("recv", "<u4"),
+        ("rounds", "<u4"),  # rounds completed in the window
+        ("dur_us", "<u8"),  # their durations, summed
+        ("gap_us", "<u8"),  # the rank's own time before each, summed
+        ("signature", "<u4"),  # of the newest round
+        ("errors", "<u4"),
+    ]
+)
+ROUND_DTYPE: Final = np.dtype(
+    [
+        ("comm_row", "<u2"),
+        ("seq", "<u8"),
+        ("gap_us", "<u4"),
+        ("dur_us", "<u4"),
+        ("signature", "<u4"),
+    ]
+)
+
+
+class CommState:
+    """State of the newest known round of a communicator on one rank."""
+
+    NONE: Final = 0
+    RUNNING: Final = 1
+    ENQUEUED: Final = 2
+    DONE: Final = 3
+
+
+class GpuFacts(msgspec.Struct, array_like=True, frozen=True):
+    """NVML's words about one GPU. None: not told. `clocks_event_reasons` is NVML's bit mask."""
+
+    index: int
+    uuid: str | None = None
+    bus_id: str | None = None
+    sm_clock_mhz: int | None = None
+    sm_clock_max_mhz: int | None = None
+    mem_clock_mhz: int | None = None
+    mem_clock_max_mhz: int | None = None
+    clocks_event_reasons: int | None = None
+    temperature_c: int | None = None
+    power_w: float | None = None
+    utilization_pct: int | None = None
+
+
+class HardwareFacts(msgspec.Struct, array_like=True, frozen=True):
+    """GPU facts of a node. `state` is "ok", "absent" (no driver library), "hung" or "error"; only "ok" judges."""
+
+    state: str
+    detail: str = ""
+    age_ms: int = 0
+    gpus: list[GpuFacts] = []
+
+
+class JobSample(msgspec.Struct, array_like=True, frozen=True):
+    """All ranks of one job attempt on one node. Tables as columns: RANK_DTYPE, COMM_DTYPE, ROUND_DTYPE.
+
+    `uid` is the owner of the frame directory as the kernel says; the controller compares it with Slurm's.
+    """
+
+    job_id: int
+    restart: int
+    uid: int
+    ranks: Columns
+    comms: Columns
+    rounds: Columns
+
+
+class Report(msgspec.Struct, array_like=True, frozen=True):
+    """One node at one moment. `epoch` names the daemon's life, `sample` counts within it; together unique per node."""
+
+    node: str
+    boot_id: str
+    epoch: int
+    sample: int
+    mono_ms: int
+    wall_ms: int
+    window_ms: int
+    jobs: list[JobSample] = []
+    hardware: HardwareFacts | None = None
+    refused: dict[str, int] = {}  # frames refused since the daemon started, by reason
+    spool_dropped: int = 0  # reports lost since the daemon started because the spool was full
+
+
+class Refusal(msgspec.Struct, frozen=True):
+    """Body of every 4xx answer (JSON): a stable word and a sentence."""
+
+    reason: str
+    detail: str
+
+
+class Acknowledgement(msgspec.Struct, frozen=True):
+    """Body of the 200 answer to a report (JSON)."""
+
+    duplicate: bool = False
+
+
+_ENCODER: Final = msgspec.msgpack.Encoder()
+_ENVELOPE: Final = msgspec.msgpack.Decoder(tuple[int, msgspec.Raw])
+_REPORT: Final = msgspec.msgpack.Decoder(Report)
+
+
+def encode(report: Report) -> bytes:
+    """The report as it travels."""
+    plain = _ENCODER.encode((VERSION, report))
+    return zstandard.ZstdCompressor(level=3).compress(plain)
+
+
+def decompress(body: bytes) -> bytes:
+    """Plain bytes of a compressed body, within PLAIN_BYTES_MAX whatever the body claims.
+
+    Raises AgentFault (reason `oversized` or `garbage`).
+    """
+    if len(body) > WIRE_BYTES_MAX:
+        raise AgentFault(f"body of {len(body)} bytes, at most {WIRE_BYTES_MAX} are taken", reason="oversized")
+    try:
+        claimed = zstandard.frame_content_size(body)
+        if claimed > PLAIN_BYTES_MAX:
+            raise AgentFault(f"body unpacks to {claimed} bytes, at most {PLAIN_BYTES_MAX}", reason="oversized")
+        unpacker = zstandard.ZstdDecompressor(max_window_size=PLAIN_BYTES_MAX)
+        return unpacker.decompress(body, max_output_size=PLAIN_BYTES_MAX)
+    except zstandard.ZstdError as error:
+        raise AgentFault(f"body is not readable zstd: {error}", reason="garbage") from error
+
+
+def decode(body: bytes) -> Report:
+    """The report of a request body.
+
+    Raises AgentFault with reason `oversized`, `garbage`, `version` or `limits`. Tables stay packed; their users
+    unpack them with the row limits above.
+    """
+    plain = decompress(body)
+    try:
+        version, raw = _ENVELOPE.decode(plain)
+        if version > VERSION:
+            raise AgentFault(
+                f"report version {version}, this controller understands up to {VERSION}: upgrade the controller first",
+                reason="version",
+            )
+        report = _REPORT.decode(raw)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise AgentFault(f"body is not a report: {error}", reason="garbage") from error
+    if len(report.jobs) > JOBS_MAX or (report.hardware and len(report.hardware.gpus) > GPUS_MAX):
+        raise AgentFault(f"more than {JOBS_MAX} jobs or {GPUS_MAX} GPUs in one report", reason="limits")
+    return report
