@@ -1,4 +1,4 @@
-"""The verdict: who is to blame, why, how sure, and what should be done. Its JSON form is public ("tocsin.verdict/1")."""
+"""The verdict: who is to blame, why, how sure, and what should be done. Its JSON form is "tocsin.verdict/1"."""
 
 from __future__ import annotations
 

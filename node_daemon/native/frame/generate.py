@@ -1,4 +1,4 @@
-"""Writes tocsin_frame.h from the tables of diagnosis.contracts.probeframe: `python -m node_daemon.native.frame.generate`.
+"""Writes tocsin_frame.h from diagnosis.contracts.probeframe: `python -m node_daemon.native.frame.generate`.
 
 The header is kept in the repository so that the native parts build with a compiler alone; a test fails when it is
 stale or when the compiler sees other offsets than numpy.
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from enum import IntEnum
 from pathlib import Path
+
+import numpy as np
 
 from diagnosis.contracts import probeframe as frame
 
@@ -53,7 +55,7 @@ def _render_enum(enum: type[IntEnum]) -> list[str]:
     return ["enum {", *(f"    {prefix}{member.name} = {member.value}," for member in enum), "};", ""]
 
 
-def _render_struct(name: str, fields: tuple[frame.Field, ...], dtype: frame.np.dtype[frame.np.void]) -> list[str]:
+def _render_struct(name: str, fields: tuple[frame.Field, ...], dtype: np.dtype[np.void]) -> list[str]:
     lines = [f"typedef struct {name} {{"]
     for field, _, ctype, count in fields:
         lines.append(f"    {ctype} {field}{f'[{count}]' if count > 1 else ''};")
