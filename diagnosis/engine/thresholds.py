@@ -1,0 +1,31 @@
+"""When a difference counts. All in one place, all settable; times in seconds, shares in 0..1."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Thresholds:
+    """Defaults are for production; a laboratory lowers the floors to seconds.
+
+    Hang: nobody entered or left any round for `max(hang_floor_s, hang_factor * longest healthy round)`; before the
+    first `warmup_rounds` of a job `startup_floor_s` stands in for the floor (imports, compilation, data set scans).
+    Slow: `windows` windows in a row, each of at least `window_rounds` rounds and `window_s` seconds, whose mean round
+    time exceeds the baseline `slow_ratio` times and by `noise_factor` times the baseline's own spread.
+    """
+
+    hang_floor_s: float = 120.0
+    hang_factor: float = 3.0
+    startup_floor_s: float = 900.0
+    stale_after_s: float = 5.0
+    warmup_rounds: int = 10
+    baseline_windows: int = 8
+    window_rounds: int = 10
+    window_s: float = 1.0
+    windows: int = 3
+    slow_ratio: float = 1.25
+    noise_factor: float = 4.0
+    blame_share_min: float = 0.4
+    clock_ratio_max: float = 0.9
+    clock_explains_min: float = 0.3

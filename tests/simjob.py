@@ -1,0 +1,90 @@
+"""A small synchronous job in numbers, for tests of the engine and the control loop: no processes, no clock.
+
+Each step every rank works for its own time (`gap`), then all meet in one collective that ends a fixed transfer time
+after the last has come. Reports are built with the product's own wire structs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from diagnosis.contracts import report as wire
+from diagnosis.contracts.columns import null_of, pack
+
+COMM_ID = 0xC0FFEE
+SIGNATURE = 0x1234
+
+
+@dataclass
+class SimRank:
+    """State of one rank as its frame would tell it. Times in ms on the job's own clock."""
+
+    rank: int
+    node: str
+    gpu: int
+    pid: int
+    seq: int = 0
+    done: int = 0
+    since_ms: float = 0.0
+    running: bool = False
+    state: str = "S"
+    signature: int = SIGNATURE
+    rounds: list[tuple[int, float, float]] = field(default_factory=list)
+
+
+class SimJob:
+    """`ranks` ranks, `per_node` on each node of `nodes`. Advance with `steps`, freeze with `hang`."""
+
+    def __init__(self, ranks: int = 8, per_node: int = 2, job_id: int = 7, restart: int = 0, uid: int = 1000) -> None:
+        self.job_id, self.restart, self.uid, self.now_ms = job_id, restart, uid, 0.0
+        self.ranks = [SimRank(r, f"gpu{r // per_node + 1:03d}", r % per_node, 1000 + r) for r in range(ranks)]
+
+    @property
+    def nodes(self) -> list[str]:
+        """Node names in order."""
+        return list(dict.fromkeys(rank.node for rank in self.ranks))
+
+    def steps(self, count: int, gap_ms: Callable[[int, int], float], transfer_ms: float = 10.0) -> None:
+        """`gap_ms(rank, step)` is each rank's own time before the step's collective."""
+        for step in range(count):
+            gaps = [gap_ms(rank.rank, step) for rank in self.ranks]
+            end = self.now_ms + max(gaps) + transfer_ms
+            for rank, gap in zip(self.ranks, gaps, strict=True):
+                rank.seq += 1
+                rank.done += 1
+                rank.rounds.append((rank.seq, gap, end - self.now_ms - gap))
+                rank.since_ms, rank.running = end, False
+            self.now_ms = end
+
+    def hang(self, absent: Iterable[int] = (), inside: Iterable[int] = ()) -> None:
+        """The next collective begins and never ends: `absent` ranks do not enter; `inside` ones are stopped in it."""
+        for rank in self.ranks:
+            if rank.rank in absent:
+                continue
+            rank.seq += 1
+            rank.running, rank.since_ms = True, self.now_ms
+        for number in inside:
+            self.ranks[number].state = "T"
+
+    def sample(self, node: str) -> wire.JobSample:
+        """What the daemon of `node` says now; rounds are told once."""
+        here = [rank for rank in self.ranks if rank.node == node]
+        ranks = np.zeros(len(here), wire.RANK_DTYPE)
+        comms = np.zeros(len(here), wire.COMM_DTYPE)
+        told: list[tuple[int, int, int, int, int]] = []
+        for row, rank in enumerate(here):
+            ranks[row] = (rank.rank, len(self.ranks), rank.gpu, rank.gpu, rank.pid, 0, ord(rank.state))
+            comms["send"] = comms["recv"] = null_of(np.dtype("u4"))
+            comms[row]["rank_row"], comms[row]["comm_id"] = row, COMM_ID
+            comms[row]["comm_size"], comms[row]["comm_rank"] = len(self.ranks), rank.rank
+            comms[row]["state"] = wire.CommState.RUNNING if rank.running else wire.CommState.DONE
+            comms[row]["seq"], comms[row]["done_seq"] = rank.seq, rank.done
+            comms[row]["age_us"] = int((self.now_ms - rank.since_ms) * 1000)
+            comms[row]["signature"] = rank.signature
+            told += [(row, seq, int(gap * 1000), int(dur * 1000), SIGNATURE) for seq, gap, dur in rank.rounds]
+            rank.rounds = []
+        rounds = np.array(told, wire.ROUND_DTYPE) if told else np.zeros(0, wire.ROUND_DTYPE)
+        return wire.JobSample(self.job_id, self.restart, self.uid, pack(ranks), pack(comms), pack(rounds))
