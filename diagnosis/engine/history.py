@@ -97,6 +97,11 @@ class CommHistory:
     _ready_s: float = 0.0
     _newest_closed: int = 0
 
+    @property
+    def baseline_ms(self) -> float:
+        """Healthy round time; only meaningful once there is a baseline."""
+        return float(np.median([window.period_ms for window in self.baseline]))
+
     def add_round(self, position: int, seq: int, gap_us: int, dur_us: int, at: float, limits: Thresholds) -> None:
         """One member's words about one round; the round counts when all known members have spoken."""
         if seq <= self._newest_closed and seq not in self._open:

@@ -62,7 +62,7 @@ def find_slowdown(history: JobHistory, now: float) -> Slowdown | None:
         if not ready or comm.baseline[-1] in recent or now - recent[-1].ended_at > limits.stale_after_s:
             continue
         base = np.array([window.period_ms for window in comm.baseline])
-        base_ms = float(np.median(base))
+        base_ms = comm.baseline_ms
         spread_ms = float(np.median(np.abs(base - base_ms)))
         floor_ms = max(limits.slow_ratio * base_ms, base_ms + limits.noise_factor * spread_ms)
         if all(window.period_ms > floor_ms for window in recent):
