@@ -44,6 +44,7 @@ class ActRecord:
     outcome: str | None = None  # ok | failed | None
     detail: str = ""
     concluded_at: float | None = None
+    why: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,208 @@
+"""`controller.toml`: every key, its default and its limits. Unknown keys are refused; all faults are told at once.
+
+Durations are seconds, sizes bytes. Addresses are `host:port` with a numeric host (`[::1]:8621` for IPv6).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from ipaddress import IPv6Address, ip_address
+from pathlib import Path
+from typing import Annotated, Final, Literal, NamedTuple
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, SecretStr, model_validator
+
+from controller.config_faults import load_model
+from diagnosis.contracts.credential import SECRET_BYTES_MIN
+from diagnosis.contracts.errors import OperatorFault
+
+DEFAULT_PATH: Final = Path("/etc/tocsin/controller.toml")
+DEFAULT_SOCKET: Final = Path("/run/tocsin/controller.sock")
+_SECRET_FILE_BYTES_MAX: Final = 4096
+
+
+class Address(NamedTuple):
+    """A numeric host and a port; port 0 asks the kernel for a free one."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def _address(value: object) -> Address:
+    if isinstance(value, Address):
+        return value
+    found = re.fullmatch(r"(?:\[([0-9A-Fa-f:.]+)\]|([0-9.]+)):(\d{1,5})", str(value), re.ASCII)
+    if found is None or int(found[3]) > 65535:
+        raise ValueError("should be host:port with a numeric host, such as 127.0.0.1:8621 or [::1]:8621")
+    host = ip_address(found[1] or found[2])
+    if (found[1] is not None) != isinstance(host, IPv6Address):
+        raise ValueError("only an IPv6 host stands in square brackets")
+    return Address(str(host), int(found[3]))
+
+
+def _loopback(value: Address) -> Address:
+    if not ip_address(value.host).is_loopback:
+        raise ValueError("should be a loopback address: the page has no sign-in")
+    return value
+
+
+def _absolute(value: Path) -> Path:
+    if not value.is_absolute():
+        raise ValueError("should be an absolute path")
+    return value
+
+
+SocketAddress = Annotated[Address, PlainValidator(_address)]
+LoopbackAddress = Annotated[Address, PlainValidator(_address), AfterValidator(_loopback)]
+AbsolutePath = Annotated[Path, Field(strict=False), AfterValidator(_absolute)]
+HostName = Annotated[str, Field(pattern=r"^[A-Za-z0-9.-]{1,253}$")]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class Server(_Section):
+    """`[server]`: where node daemons report, and the read-only page."""
+
+    listen: SocketAddress = Address("0.0.0.0", 8620)
+    page: LoopbackAddress = Address("127.0.0.1", 8621)
+    page_hosts: list[HostName] = []
+    """Further Host names the page answers to, such as that of a signing-in reverse proxy before it."""
+    report_period_ms: int = Field(1000, ge=100, le=600_000)
+    """How often each daemon is told to report."""
+    bytes_in_flight_max: int = Field(128 << 20, ge=8 << 20)
+    """Reports being received or read at one time; beyond it a daemon is told to come back later."""
+    body_deadline_s: float = Field(10.0, gt=0, le=300)
+    """A request body must have arrived after this time."""
+    connections_max: int = Field(40_000, ge=16)
+
+
+class Control(_Section):
+    """`[control]`: who, besides root and the controller's own user, may change things over the Unix socket."""
+
+    admin_uids: list[Annotated[int, Field(ge=0)]] = []
+    admin_gids: list[Annotated[int, Field(ge=0)]] = []
+    """Compared with the peer's primary group as the kernel tells it."""
+
+
+class Slurm(_Section):
+    """`[slurm]`: how Slurm is asked and told."""
+
+    backend: Literal["scontrol"] = "scontrol"
+    path: AbsolutePath | None = None
+    """Directory with scontrol and squeue; not set: found on PATH."""
+    call_deadline_s: float = Field(10.0, gt=0, le=120)
+    snapshot_period_s: float = Field(2.0, gt=0, le=60)
+
+
+class Detect(_Section):
+    """`[detect]`: when silence is a hang and slowness is a fault."""
+
+    hang_floor_s: float = Field(120.0, ge=1)
+    """No round has ended for at least this long before a hang is suspected."""
+    hang_factor: float = Field(3.0, ge=1)
+    """And for this many times the longest healthy gap of the job."""
+    slow_ratio: float = Field(1.3, gt=1)
+    """A step this many times as long as the job's own baseline is slow."""
+    window_rounds: int = Field(10, ge=2)
+    windows: int = Field(3, ge=1)
+    """So many windows in a row must be slow."""
+    baseline_rounds: int = Field(50, ge=5)
+    """Rounds from which the baseline is learnt."""
+    stale_after_s: float = Field(15.0, ge=1)
+    """A node whose newest report is older than this is unseen, not idle."""
+
+
+class Target(_Section):
+    """One `[[notify.targets]]`: an apprise `url`, or a `webhook` that is posted to."""
+
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,31}$")
+    url: SecretStr | None = None
+    webhook: SecretStr | None = None
+    format: Literal["slack", "json"] = "slack"
+    """Body of a webhook: Slack's `{"text": ...}`, or the whole message as JSON."""
+
+    @model_validator(mode="after")
+    def _one_way(self) -> Target:
+        if (self.url is None) == (self.webhook is None):
+            raise ValueError("needs either url or webhook")
+        if self.url is not None and "format" in self.model_fields_set:
+            raise ValueError("format belongs to webhook, an apprise url has its own")
+        if self.webhook is not None and not re.match(r"https?://[^/\s]", self.webhook.get_secret_value()):
+            raise ValueError("webhook should begin with http:// or https://")
+        return self
+
+
+class Notify(_Section):
+    """`[notify]`: whom to tell. No target: nobody is told, incidents are on the page and in the command line."""
+
+    targets: list[Target] = []
+    deadline_s: float = Field(10.0, gt=0, le=120)
+    attempts_max: int = Field(12, ge=1, le=100)
+    """A message that failed so often is given up and shown in the status."""
+    messages_per_minute_max: int = Field(10, ge=1)
+    """Per target; what comes on top waits and is sent as one digest."""
+
+    @model_validator(mode="after")
+    def _names_differ(self) -> Notify:
+        names = [target.name for target in self.targets]
+        if len(set(names)) < len(names):
+            raise ValueError("two targets have the same name")
+        return self
+
+
+class Retention(_Section):
+    """`[retention]`: how long closed incidents are kept."""
+
+    evidence_days: float = Field(30.0, gt=0)
+    incident_days: float = Field(400.0, ge=2)
+
+
+class Settings(_Section):
+    """The whole file."""
+
+    state_dir: AbsolutePath = Path("/var/lib/tocsin")
+    socket: AbsolutePath = DEFAULT_SOCKET
+    secret_file: AbsolutePath = Path("/etc/tocsin/secret")
+    policy_file: AbsolutePath = Path("/etc/tocsin/policy.toml")
+    cycle_period_s: float = Field(1.0, ge=0.1, le=60)
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    server: Server = Server()
+    control: Control = Control()
+    slurm: Slurm = Slurm()
+    detect: Detect = Detect()
+    notify: Notify = Notify()
+    retention: Retention = Retention()
+
+
+def load_settings(path: Path) -> Settings:
+    """The settings of a file. Raises ConfigFault naming all its faults."""
+    return load_model(path, Settings)
+
+
+def read_secret(path: Path) -> bytes:
+    """The controller's secret: at least 32 bytes as hexadecimal text in a file that only its owner may read.
+
+    Raises OperatorFault.
+    """
+    try:
+        with path.open("rb") as file:
+            status = os.fstat(file.fileno())
+            text = file.read(_SECRET_FILE_BYTES_MAX + 1)
+    except OSError as error:
+        raise OperatorFault(f"{path}: the secret cannot be read: {error.strerror}", reason="secret") from error
+    if not stat.S_ISREG(status.st_mode) or status.st_mode & 0o077:
+        raise OperatorFault(f"{path}: others may read the secret; chmod 600 {path}", reason="secret")
+    try:
+        secret = bytes.fromhex(text.decode("ascii").strip())
+    except ValueError as error:
+        raise OperatorFault(f"{path}: the secret is not hexadecimal text", reason="secret") from error
+    if not SECRET_BYTES_MIN <= len(secret) <= _SECRET_FILE_BYTES_MAX // 2:
+        raise OperatorFault(f"{path}: {len(secret)} bytes, at least {SECRET_BYTES_MIN} are needed", reason="secret")
+    return secret
