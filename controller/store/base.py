@@ -90,7 +90,6 @@ class NodeMark(NamedTuple):
 
     epoch: int
     counter: int
-    sample: int = -1
     seen: int = 1
     at: float = 0.0
 

@@ -275,11 +275,11 @@ class SqliteStore:
     async def node_seen(self, node: str) -> NodeMark | None:
         if node in self._marks:
             return self._marks[node]
-        rows = await self._read("SELECT epoch, counter, sample, seen, at FROM node WHERE name = ?", (node,))
+        rows = await self._read("SELECT epoch, counter, seen, at FROM node WHERE name = ?", (node,))
         return NodeMark(*rows[0]) if rows else None
 
     async def nodes_seen(self) -> dict[str, NodeMark]:
-        rows = await self._read("SELECT name, epoch, counter, sample, seen, at FROM node")
+        rows = await self._read("SELECT name, epoch, counter, seen, at FROM node")
         return {name: NodeMark(*mark) for name, *mark in rows} | self._marks
 
     async def see_node(self, node: str, mark: NodeMark) -> None:
@@ -295,7 +295,7 @@ class SqliteStore:
         self._marks_written = None  # whoever comes from here on waits for the next write
         await self._write(
             lambda connection: connection.executemany(
-                "INSERT OR REPLACE INTO node (name, epoch, counter, sample, seen, at) VALUES (?, ?, ?, ?, ?, ?)", rows
+                "INSERT OR REPLACE INTO node (name, epoch, counter, seen, at) VALUES (?, ?, ?, ?, ?)", rows
             )
         )
 

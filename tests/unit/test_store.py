@@ -202,17 +202,17 @@ async def test_a_full_outbox_takes_no_more(store: SqliteStore, tmp_path: Path) -
 
 
 async def test_node_marks_of_one_moment_share_a_write_and_survive(tmp_path: Path) -> None:
-    marks = {f"gpu{number:03}": NodeMark(7, number, number, 3, 1.0) for number in range(200)}
+    marks = {f"gpu{number:03}": NodeMark(7, number, 3, 1.0) for number in range(200)}
     store = await SqliteStore.open(tmp_path / "state.db")
     await asyncio.gather(*(store.see_node(node, mark) for node, mark in marks.items()))
-    await store.see_node("gpu000", NodeMark(8, 1, 0, 1, 2.0))
+    await store.see_node("gpu000", NodeMark(8, 1, 1, 2.0))
     await store.close()
     again = await SqliteStore.open(tmp_path / "state.db")
     seen = await again.nodes_seen()
     newest, unknown = await again.node_seen("gpu000"), await again.node_seen("gpu999")
     await again.close()
-    assert seen == marks | {"gpu000": NodeMark(8, 1, 0, 1, 2.0)}
-    assert newest == NodeMark(8, 1, 0, 1, 2.0) and unknown is None
+    assert seen == marks | {"gpu000": NodeMark(8, 1, 1, 2.0)}
+    assert newest == NodeMark(8, 1, 1, 2.0) and unknown is None
 
 
 async def test_pruning_forgets_what_closed_long_ago_and_nothing_else(store: SqliteStore) -> None:

@@ -69,7 +69,6 @@ CREATE TABLE node (
     name TEXT PRIMARY KEY,
     epoch INTEGER NOT NULL,
     counter INTEGER NOT NULL,
-    sample INTEGER NOT NULL,
     seen INTEGER NOT NULL,
     at REAL NOT NULL
 ) STRICT;
