@@ -1,0 +1,1 @@
+"""A throw-away Slurm cluster for tests and the demo, with the faults that tocsin is about. See `cluster.Lab`."""
