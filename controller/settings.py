@@ -17,6 +17,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidato
 from controller.config_faults import load_model
 from diagnosis.contracts.credential import SECRET_BYTES_MIN
 from diagnosis.contracts.errors import OperatorFault
+from diagnosis.engine.thresholds import Thresholds
 
 DEFAULT_PATH: Final = Path("/etc/tocsin/controller.toml")
 DEFAULT_SOCKET: Final = Path("/run/tocsin/controller.sock")
@@ -102,21 +103,38 @@ class Slurm(_Section):
 
 
 class Detect(_Section):
-    """`[detect]`: when silence is a hang and slowness is a fault."""
+    """`[detect]`: when silence is a hang and slowness is a fault. The keys of `diagnosis.engine.thresholds`."""
 
     hang_floor_s: float = Field(120.0, ge=1)
     """No round has ended for at least this long before a hang is suspected."""
     hang_factor: float = Field(3.0, ge=1)
-    """And for this many times the longest healthy gap of the job."""
-    slow_ratio: float = Field(1.3, gt=1)
-    """A step this many times as long as the job's own baseline is slow."""
+    """And for this many times the longest healthy round of the job."""
+    startup_floor_s: float = Field(900.0, ge=1)
+    """The floor until the job has done `warmup_rounds`: imports, compilation, scans of the data."""
+    warmup_rounds: int = Field(10, ge=1)
+    stale_after_s: float = Field(5.0, ge=0.5)
+    """A node whose newest report is older than this is unseen, not idle."""
+    baseline_windows: int = Field(8, ge=2)
+    """Windows from which a job's own normal speed is learnt."""
     window_rounds: int = Field(10, ge=2)
+    window_s: float = Field(1.0, gt=0)
+    """A window has at least so many rounds and lasts at least so long."""
     windows: int = Field(3, ge=1)
     """So many windows in a row must be slow."""
-    baseline_rounds: int = Field(50, ge=5)
-    """Rounds from which the baseline is learnt."""
-    stale_after_s: float = Field(15.0, ge=1)
-    """A node whose newest report is older than this is unseen, not idle."""
+    slow_ratio: float = Field(1.25, gt=1)
+    """A round this many times as long as the baseline is slow."""
+    noise_factor: float = Field(4.0, ge=0)
+    """And it must exceed the baseline by this many times the baseline's own spread."""
+    blame_share_min: float = Field(0.4, gt=0, le=1)
+    """A rank is blamed only for at least this share of the lost time."""
+    clock_ratio_max: float = Field(0.9, gt=0, le=1)
+    """A GPU clock below this share of its peers' or its maximum is low."""
+    clock_explains_min: float = Field(0.3, ge=0, le=1)
+    """A low clock convicts only when it explains at least this share of the lost time."""
+
+    def thresholds(self) -> Thresholds:
+        """The same as the engine takes it."""
+        return Thresholds(**self.model_dump())
 
 
 class Target(_Section):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from controller.config_faults import ConfigFault, KeyPath, key_lines, load_model
-from controller.settings import Address, Settings, load_settings, read_secret
+from controller.settings import Address, Detect, Settings, load_settings, read_secret
 from diagnosis.contracts.errors import OperatorFault
+from diagnosis.engine.thresholds import Thresholds
 
 
 def faults_of(tmp_path: Path, text: str) -> list[tuple[int | None, str, str]]:
@@ -29,6 +31,11 @@ def test_an_empty_file_is_all_defaults(tmp_path: Path) -> None:
     assert settings == Settings()
     assert settings.server.page == Address("127.0.0.1", 8621)
     assert settings.detect.hang_floor_s == 120
+
+
+def test_the_engine_gets_every_threshold_and_both_agree_on_the_defaults() -> None:
+    assert Settings().detect.thresholds() == Thresholds()
+    assert set(Detect.model_fields) == {field.name for field in dataclasses.fields(Thresholds)}
 
 
 def test_three_faults_are_all_listed_with_line_and_key(tmp_path: Path) -> None:
