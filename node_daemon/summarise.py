@@ -1,0 +1,182 @@
+"""Two successive looks at a job's frames become the tables of a report. Pure: numbers in, numbers out.
+
+Counters of a frame run since the communicator was made; a report tells differences to the previous look at the same
+communicator of the same process. What cannot be known is null: the first look, a counter that went backwards (a slot
+given to another communicator, or a job that writes nonsense), a difference too great for its column.
+
+Every number here was written by a job. Nothing of it is used as an index or a size, sums cannot overflow into an
+error, and ages are cut at zero.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from diagnosis.contracts import report as wire
+from diagnosis.contracts.columns import Table, empty, null_of, pack
+from diagnosis.contracts.probeframe import SLOT_DTYPE, rounds_of
+from diagnosis.contracts.report import CommState, JobSample
+from node_daemon.collectors.frames import FrameSample, JobFrames, Slots
+
+CommKey = tuple[int, int, int]
+"""(pid, start ticks, comm_id): one communicator of one process."""
+_COUNTERS: Final = ("done", "dur_sum_ns", "gap_sum_ns", "send_steps", "recv_steps")
+_LOW: Final = 0xFFFF_FFFF
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What the last report said of one communicator: its counters, and the numbers of the rounds it told."""
+
+    counters: tuple[int, ...]
+    rounds: frozenset[int]
+
+
+Memory = dict[CommKey, Told]
+"""All communicators of one job at its last look. A communicator that was not seen then starts anew."""
+
+
+def summarise(job: JobFrames, before: Memory) -> tuple[JobSample, Memory]:
+    """The job's part of a report, and what to remember for the next look.
+
+    At most RANKS_MAX frames are told, each with at most its 16 communicators and their 32 recorded rounds.
+    """
+    frames = job.frames[: wire.RANKS_MAX]
+    slots, again, rank_row = _stack(frames)
+    keys = [
+        (frames[row].pid, frames[row].start_ticks, comm_id)
+        for row, comm_id in zip(rank_row.tolist(), slots["comm_id"].tolist(), strict=True)
+    ]
+    known = [before.get(key) for key in keys]
+    rounds, told = _new_rounds(slots, again, known)
+    counters = np.stack([slots[name] for name in _COUNTERS], axis=1)
+    after = {key: Told(tuple(row), numbers) for key, row, numbers in zip(keys, counters.tolist(), told, strict=True)}
+    comms = _comm_table(frames, slots, rank_row, _differences(counters, known))
+    sample = JobSample(job.job_id, job.restart, job.uid, pack(_rank_table(frames)), pack(comms), pack(rounds))
+    return sample, after
+
+
+def _stack(frames: list[FrameSample]) -> tuple[Slots, Slots, NDArray[np.intp]]:
+    """The slots of all frames under one another, as read first and again, and each one's row in the rank table."""
+    nothing = np.empty(0, SLOT_DTYPE)
+    slots = np.concatenate([nothing, *(frame.slots for frame in frames)])
+    again = np.concatenate([nothing, *(frame.again for frame in frames)])
+    return slots, again, np.repeat(np.arange(len(frames)), [len(frame.slots) for frame in frames])
+
+
+def _rank_table(frames: list[FrameSample]) -> Table:
+    table = empty(wire.RANK_DTYPE, len(frames))
+    for name in ("rank", "world_size", "local_rank", "gpu", "step_id"):
+        values = np.array([frame.header[name] for frame in frames], "<i4")
+        table[name] = np.where(values >= 0, values, null_of(wire.RANK_DTYPE[name]))
+    table["pid"] = [frame.pid for frame in frames]
+    table["process_state"] = [frame.state for frame in frames]
+    return table
+
+
+def _comm_table(
+    frames: list[FrameSample], slots: Slots, rank_row: NDArray[np.intp], window: NDArray[np.uint64]
+) -> Table:
+    table = empty(wire.COMM_DTYPE, len(slots))
+    table["rank_row"] = rank_row
+    for name in ("comm_id", "comm_size", "comm_rank", "op", "dtype", "algo", "proto", "count", "root", "errors"):
+        table[name] = slots[name]
+    entered, done = slots["enqueued"], np.minimum(slots["done"], slots["enqueued"])
+    running = done < entered
+    table["state"] = np.where(entered == 0, CommState.NONE, np.where(running, CommState.RUNNING, CommState.DONE))
+    table["seq"], table["done_seq"] = entered, done
+    last_leave_ns = np.array([frame.header["last_leave_ns"] for frame in frames], "<u8")[rank_row]
+    read_ns = np.array([frame.read_ns for frame in frames], "<u8")[rank_row]
+    table["age_us"] = _age_us(read_ns, np.where(running, slots["t_enqueued_ns"], last_leave_ns))
+    rounds, dur_ns, gap_ns, send, recv = window.T
+    open_send, open_recv = _open_steps(slots)
+    _fill(table, "send", np.where(running, open_send, send))
+    _fill(table, "recv", np.where(running, open_recv, recv))
+    _fill(table, "rounds", rounds)
+    _fill(table, "dur_us", _to_us(dur_ns))
+    _fill(table, "gap_us", _to_us(gap_ns))
+    table["signature"] = _newest_signature(slots)
+    return table
+
+
+_NULL: Final = np.uint64(null_of(np.dtype("<u8")))
+
+
+def _fill(table: Table, name: str, values: NDArray[np.uint64]) -> None:
+    """Values into a column; what does not fit is unknown."""
+    null = null_of(table.dtype[name])
+    table[name] = np.where(values < null, values, null)
+
+
+def _to_us(values_ns: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    return np.where(values_ns == _NULL, _NULL, values_ns // np.uint64(1000))
+
+
+def _age_us(now_ns: NDArray[np.uint64], then_ns: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Time since `then_ns`, zero where that lies ahead, null where it never was."""
+    return np.where(then_ns == 0, _NULL, np.where(then_ns < now_ns, now_ns - then_ns, 0) // np.uint64(1000))
+
+
+def _differences(counters: NDArray[np.uint64], known: list[Told | None]) -> NDArray[np.uint64]:
+    """Counters minus those of the last look, null for a communicator that was not there or ran backwards."""
+    new = tuple([int(_NULL)] * len(_COUNTERS))
+    former = np.array([told.counters if told else new for told in known], np.uint64).reshape(counters.shape)
+    sound = (counters >= former).all(axis=1) & np.array([told is not None for told in known], bool)
+    return np.where(sound[:, None], counters - former, _NULL)
+
+
+def _open_steps(slots: Slots) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
+    """Transfer steps of the oldest open round; null where the frame shows no open round."""
+    seq = slots["open"]["seq"].astype(np.uint64)
+    seq[seq == 0] = _NULL
+    oldest = seq.argmin(axis=1, keepdims=True)
+    none = seq.min(axis=1) == _NULL
+
+    def steps(name: str) -> NDArray[np.uint64]:
+        values = np.take_along_axis(slots["open"][name], oldest, axis=1)[:, 0].astype(np.uint64)
+        return np.where(none, _NULL, values)
+
+    return steps("send_steps"), steps("recv_steps")
+
+
+def _newest_signature(slots: Slots) -> NDArray[Any]:
+    """Signature of the round entered last, null where that round is not among the recorded ones."""
+    rounds = slots["rounds"]
+    match = (rounds["seq"] == (slots["enqueued"] & _LOW)[:, None]) & (rounds["seq"] != 0)
+    found = np.take_along_axis(rounds["signature"], match.argmax(axis=1)[:, None], axis=1)[:, 0]
+    return np.where(match.any(axis=1), found, null_of(wire.COMM_DTYPE["signature"]))
+
+
+def _new_rounds(slots: Slots, again: Slots, known: list[Told | None]) -> tuple[Table, list[frozenset[int]]]:
+    """Finished rounds that no report has told yet, and per communicator the numbers of those told so far."""
+    parts: list[Table] = []
+    told: list[frozenset[int]] = []
+    for row, (slot, after, former) in enumerate(zip(slots, again, known, strict=True)):
+        if former is not None and former.counters[0] == int(slot["done"]):
+            told.append(former.rounds)
+            continue
+        rounds = _settled(slot, after)
+        # A frame keeps the low half of a round's number, and `rounds_of` none beyond the newest round's low half.
+        high = int(slot["enqueued"]) & ~_LOW
+        numbers = [high | low for low in rounds["seq"].tolist()]
+        fresh = np.array([former is None or number not in former.rounds for number in numbers], bool)
+        part = empty(wire.ROUND_DTYPE, int(fresh.sum()))
+        part["comm_row"] = row
+        part["seq"] = np.array(numbers, np.uint64)[fresh]
+        for name in ("gap_us", "dur_us", "signature"):
+            part[name] = rounds[name][fresh]
+        parts.append(part)
+        told.append(frozenset(numbers))
+    return np.concatenate([empty(wire.ROUND_DTYPE, 0), *parts]), told
+
+
+def _settled(slot: np.void, again: np.void) -> Slots:
+    """Rounds that cannot have been overwritten while they were read, and that both readings show alike."""
+    rounds: Slots = rounds_of(slot, int(again["enqueued"]))
+    shown_again = set(again["rounds"].tolist())
+    alike: Slots = rounds[np.array([entry in shown_again for entry in rounds.tolist()], bool)]
+    return alike
