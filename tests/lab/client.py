@@ -47,9 +47,10 @@ class Client:
         return done
 
     def submit(
-        self, script: Path, *arguments: str, env: Mapping[str, str] | None = None, **options: str | int | bool
+        self, script: Path | str, *arguments: str, env: Mapping[str, str] | None = None, **options: str | int | bool
     ) -> int:
         """`sbatch` a script and return the job's id. Options as sbatch names them: `nodes=4, gpus_per_node=2`.
+        A relative path is one in `work`, where "train.sh" lies.
 
         `env` is what the user had exported in the shell. Output goes to `work/slurm-<id>.out`, appended at a requeue.
         """

@@ -21,17 +21,20 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 
-from tests.lab import processes, sweep, system
+from tests.lab import nvml, processes, sweep, system
 from tests.lab.client import Client
-from tests.lab.config import NodePlace, gres_conf, slurm_conf
+from tests.lab.config import GPU_DEVICES, NodePlace, gres_conf, slurm_conf
 from tests.lab.network import Network
 from tests.lab.relay import Relay
 from tests.lab.system import LabError, eventually
 
 START_TIMEOUT_S = 60.0
+JOBS = Path(__file__).parent / "jobs"
+"""Training as a user would have it in the working directory; copied to `Lab.work`."""
 SLURMCTLD_PORT = 6817
 SLURMD_PORT = 6818
 _numbers = itertools.count(1)
@@ -145,6 +148,11 @@ class Lab(Client):
         path = self.directory / "log" / name
         return path.read_text(errors="replace") if path.exists() else ""
 
+    def nvml_library(self) -> Path:
+        """The directory of the fake NVML library, built at the first call."""
+        home = self.directory / "gpus"
+        return home if (home / "libnvidia-ml.so.1").exists() else nvml.build(home)
+
     # -- sockets on the controller's machine -----------------------------------------------------------------------
 
     def listen(self, port: int = 0, host: str | None = None) -> socket.socket:
@@ -200,11 +208,13 @@ class Lab(Client):
     def _make_directories(self) -> None:
         self.directory.mkdir(mode=0o755)
         sweep.write_owner(self.directory)
-        for part in ("etc", "log", "run", "spool", "spool/slurmctld", "munge", "work"):
+        for part in ("etc", "log", "gpus", "run", "spool", "spool/slurmctld", "munge", "work"):
             (self.directory / part).mkdir(mode=0o755)
         for shared in (self.frame_root, *(self.frame_root / name for name in self.node_names), self.work):
             shared.mkdir(exist_ok=True)
             shared.chmod(0o1777)
+        for job in JOBS.iterdir():
+            shutil.copy(job, self.work)
 
     def _write_configuration(self) -> None:
         ports = system.free_ports(len(self.node_names) + 1)
@@ -242,6 +252,12 @@ class Node:
     def address(self) -> str:
         """The node's address in the lab."""
         return self._lab.network.address(self.name)
+
+    @cached_property
+    def gpus(self) -> nvml.FakeGpus:
+        """What this node's GPUs say; give `gpus.environment` to the node's daemon."""
+        library = self._lab.nvml_library()
+        return nvml.FakeGpus(library / f"{self.name}.ini", library, self.name, count=len(GPU_DEVICES))
 
     @property
     def frame_directory(self) -> Path:
