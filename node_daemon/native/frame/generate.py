@@ -25,6 +25,8 @@ _CONSTANTS = (
     ("OPEN_COUNT", f"{frame.OPEN_COUNT}u"),
     ("DUR_OPEN", f"0x{frame.DUR_OPEN:X}u"),
     ("COUNT_UNKNOWN", f"0x{frame.COUNT_UNKNOWN:X}ull"),
+    ("ROOT_NONE", f"({frame.ROOT_NONE})"),
+    ("GPU_UNKNOWN", f"({frame.GPU_UNKNOWN})"),
 )
 
 

@@ -1,0 +1,99 @@
+#include "identity.h"
+
+#include <fcntl.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+namespace tocsin {
+
+namespace {
+
+constexpr int32_t kNumberMax = 0x7FFFFFFE;
+
+// Reads a decimal number at `text` and moves it behind it; -1 and unmoved where there is none or it is too great.
+int32_t take_number(const char*& text) {
+  const char* at = text;
+  int64_t value = 0;
+  while (*at >= '0' && *at <= '9' && value <= kNumberMax) {
+    value = value * 10 + (*at++ - '0');
+  }
+  if (at == text || value > kNumberMax) {
+    return -1;
+  }
+  text = at;
+  return static_cast<int32_t>(value);
+}
+
+// Entry `index` of a comma-separated list of numbers, -1 where it is absent or no number.
+int32_t list_entry(const char* list, int32_t index) {
+  for (; index > 0; --index) {
+    list = strchr(list, ',');
+    if (!list) {
+      return -1;
+    }
+    ++list;
+  }
+  const int32_t value = take_number(list);
+  return *list == ',' || *list == '\0' ? value : -1;
+}
+
+int32_t read_local_rank(int32_t world_size) {
+  const int32_t local_rank = env_number("LOCAL_RANK");
+  if (local_rank >= 0) {
+    return local_rank;
+  }
+  // Slurm's own number means the same only where every rank is a task.
+  const bool rank_per_task = world_size > 0 && env_number("SLURM_NTASKS") == world_size;
+  return rank_per_task ? env_number("SLURM_LOCALID") : -1;
+}
+
+int32_t read_gpu(int32_t local_rank) {
+  const char* visible = getenv("CUDA_VISIBLE_DEVICES");
+  if (!visible || !*visible) {
+    return local_rank;
+  }
+  return local_rank < 0 ? -1 : list_entry(visible, local_rank);
+}
+
+}  // namespace
+
+int32_t env_number(const char* name) {
+  const char* text = getenv(name);
+  if (!text) {
+    return -1;
+  }
+  const int32_t value = take_number(text);
+  return *text == '\0' ? value : -1;
+}
+
+Identity read_identity(int32_t rank, int32_t world_size) {
+  Identity who;
+  who.rank = rank >= 0 ? rank : env_number("RANK");
+  who.world_size = world_size > 0 ? world_size : env_number("WORLD_SIZE");
+  who.local_rank = read_local_rank(who.world_size);
+  who.gpu = read_gpu(who.local_rank);
+  who.step_id = env_number("SLURM_STEP_ID");
+  return who;
+}
+
+uint64_t read_start_ticks() {
+  char text[1024];
+  const int fd = open("/proc/self/stat", O_RDONLY | O_CLOEXEC);
+  if (fd < 0) {
+    return 0;
+  }
+  const ssize_t length = read(fd, text, sizeof text - 1);
+  close(fd);
+  if (length <= 0) {
+    return 0;
+  }
+  text[length] = '\0';
+  const char* at = strrchr(text, ')');  // the command name may hold anything, spaces and brackets included
+  for (int field = 2; at && field < 22; ++field) {
+    at = strchr(at + 1, ' ');
+  }
+  return at ? strtoull(at + 1, nullptr, 10) : 0;
+}
+
+}  // namespace tocsin
