@@ -3,7 +3,7 @@
 
 Slurm runs this as the user before each task (before the batch script too) and puts every line `export NAME=value` of
 its output into the task's environment. It makes the job's frame directory, `<frame root>/<node>/<job>.<restart>`, and
-exports where it is and a LD_PRELOAD that has the probe at its end, behind whatever the user preloads.
+exports its path and a LD_PRELOAD that has the probe at its end, behind whatever the user preloads.
 
 It does nothing (no output, exit 0) where the node daemon has not made `<frame root>/<node>`, where the user set
 TOCSIN_DISABLE=1, or where anything at all is wrong: a job never fails and never waits because of tocsin.
@@ -11,31 +11,33 @@ TOCSIN_DISABLE=1, or where anything at all is wrong: a job never fails and never
 Settings, in /etc/tocsin/task_prolog.conf (lines `key = value`, # comments; both keys optional):
 
     frame_root = /dev/shm/tocsin
-    library = /opt/tocsin/lib/.../node_daemon/native/lib/libtocsin_gloo.so
+    library = /opt/tocsin/lib/python3.11/site-packages/node_daemon/native/lib/libtocsin_gloo.so
 
-Without `library` it is looked for in this installation, beside the package that this file came with. The environment
-variables TOCSIN_FRAME_ROOT and TOCSIN_PROBE_LIBRARY count for more than the file. They are the user's to set, as is
-LD_PRELOAD itself, and reach no further than the user's own job.
+Without `library` it is looked for in the installation that this file came with. The environment variables
+TOCSIN_FRAME_ROOT and TOCSIN_PROBE_LIBRARY count for more than the file. They are the user's to set, as is LD_PRELOAD
+itself, and reach no further than the user's own job.
 
-Standard library only, and any Python from 3.6: it runs with whatever /usr/bin/python3 the node has.
+Standard library only, and any Python from 3.6: it runs with whatever /usr/bin/python3 the node has, and imports
+little, since every task waits for it.
 """
 
+import contextlib
 import os
-import re
 import stat
 import sys
+from collections.abc import Mapping
 
 CONF_PATH = "/etc/tocsin/task_prolog.conf"
 CONF_BYTES_MAX = 64 * 1024
 FRAME_ROOT = "/dev/shm/tocsin"
 LIBRARY_NAME = "libtocsin_gloo.so"
-# ld.so splits LD_PRELOAD at spaces and colons and expands $; a line break would end the export line.
-PATH_PATTERN = re.compile(r"/[\w.@+,=/-]*")
-NODE_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}")
-NUMBER_PATTERN = re.compile(r"[0-9]{1,10}")
+DIGITS = frozenset("0123456789")
+NODE_CHARACTERS = DIGITS | frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.-_")
+# Neither space nor colon, which part the entries of LD_PRELOAD, nor the $ that ld.so expands.
+PATH_CHARACTERS = NODE_CHARACTERS | frozenset("/@+,=~%")
 
 
-def main():
+def main() -> None:
     """Prints the export lines, or nothing."""
     try:
         lines = export_lines(os.environ)
@@ -44,81 +46,85 @@ def main():
     sys.stdout.write("".join(line + "\n" for line in lines))
 
 
-def export_lines(environ):
+def export_lines(environ: "Mapping[str, str]") -> "list[str]":
     """The lines for this task. Raises OSError, ValueError or KeyError where the probe cannot be attached."""
     if environ.get("TOCSIN_DISABLE", "") not in ("", "0"):
         return []
     settings = read_conf(CONF_PATH)
-    root = checked(PATH_PATTERN, environ.get("TOCSIN_FRAME_ROOT") or settings.get("frame_root") or FRAME_ROOT)
+    root = environ.get("TOCSIN_FRAME_ROOT") or settings.get("frame_root") or FRAME_ROOT
     library = environ.get("TOCSIN_PROBE_LIBRARY") or settings.get("library") or own_library()
-    checked(PATH_PATTERN, library)
-    if not os.access(library, os.R_OK):
+    if not os.access(checked_path(library), os.R_OK):
         return []
-    node = checked(NODE_PATTERN, environ["SLURMD_NODENAME"])
-    job = checked(NUMBER_PATTERN, environ["SLURM_JOB_ID"])
-    restart = checked(NUMBER_PATTERN, environ.get("SLURM_RESTART_COUNT") or "0")
-    name = job + "." + restart
-    make_directory(os.path.join(root, node), name)
-    return [
-        "export TOCSIN_FRAME_DIR=" + os.path.join(root, node, name),
-        "export LD_PRELOAD=" + merged_preload(environ.get("LD_PRELOAD", ""), library),
-    ]
+    node = checked(environ["SLURMD_NODENAME"], NODE_CHARACTERS, 255)
+    job = checked(environ["SLURM_JOB_ID"], DIGITS, 10)
+    restart = checked(environ.get("SLURM_RESTART_COUNT") or "0", DIGITS, 5)
+    preload = merged_preload(environ.get("LD_PRELOAD", ""), library)
+    parent = "{}/{}".format(checked_path(root).rstrip("/"), node)
+    name = f"{job}.{restart}"
+    make_directory(parent, name)
+    return [f"export TOCSIN_FRAME_DIR={parent}/{name}", f"export LD_PRELOAD={preload}"]
 
 
-def read_conf(path):
+def read_conf(path: str) -> "dict[str, str]":
     """The settings of the file, empty where there is none."""
     try:
-        with open(path, encoding="utf-8") as source:
-            text = source.read(CONF_BYTES_MAX)
+        conf_fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
         return {}
+    try:
+        text = os.read(conf_fd, CONF_BYTES_MAX).decode("utf-8")
+    finally:
+        os.close(conf_fd)
     pairs = (line.split("#", 1)[0].partition("=") for line in text.splitlines())
     return {key.strip(): value.strip() for key, equals, value in pairs if equals}
 
 
-def own_library():
-    """Where the probe lies when this file runs from the installed package or the source tree."""
-    packages = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
-    return os.path.join(packages, "node_daemon", "native", "lib", LIBRARY_NAME)
+def own_library() -> str:
+    """Where the probe lies when this file runs from an installed package or from the source tree."""
+    packages = os.path.realpath(__file__).rsplit("/", 2)[0]
+    return f"{packages}/node_daemon/native/lib/{LIBRARY_NAME}"
 
 
-def checked(pattern, text):
-    """`text` if all of it matches, else ValueError."""
-    if not pattern.fullmatch(text):
+def checked(text: str, characters: "frozenset[str]", length_max: int) -> str:
+    """`text` where it is a plain name, else ValueError."""
+    if not 0 < len(text) <= length_max or text[0] in ".-" or not characters.issuperset(text):
         raise ValueError(text)
     return text
 
 
-def make_directory(parent, name):
+def checked_path(text: str) -> str:
+    """`text` where it is an absolute path of plain characters, else ValueError."""
+    if not text.startswith("/"):
+        raise ValueError(text)
+    return checked(text, PATH_CHARACTERS, 4096)
+
+
+def make_directory(parent: str, name: str) -> None:
     """Makes `name` in the daemon's directory, or takes the one that an earlier task of this user made.
 
-    Follows no link, and refuses a parent that is neither root's nor this user's (the daemon runs as root on a cluster,
-    as the user when somebody tries tocsin out) and a directory that is not this user's own and private.
+    Follows no link. Raises ValueError for a parent that is neither root's nor this user's (the daemon runs as root on
+    a cluster, as the user when somebody tries tocsin out) and for a directory that is not this user's own and private.
     """
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
     parent_fd = os.open(parent, flags)
     try:
         if os.fstat(parent_fd).st_uid not in (0, os.geteuid()):
             raise ValueError(parent)
-        try:
+        with contextlib.suppress(FileExistsError):
             os.mkdir(name, 0o700, dir_fd=parent_fd)
-        except FileExistsError:
-            pass
-        directory_fd = os.open(name, flags, dir_fd=parent_fd)
-        try:
-            about = os.fstat(directory_fd)
-        finally:
-            os.close(directory_fd)
+        about = os.stat(name, dir_fd=parent_fd, follow_symlinks=False)
     finally:
         os.close(parent_fd)
-    if about.st_uid != os.geteuid() or stat.S_IMODE(about.st_mode) & 0o077:
+    if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.geteuid() or stat.S_IMODE(about.st_mode) & 0o077:
         raise ValueError(name)
 
 
-def merged_preload(preload, library):
+def merged_preload(preload: str, library: str) -> str:
     """The user's own list, in its order, with the probe once at its end."""
-    entries = [entry for entry in re.split("[ :]+", preload) if entry and entry != library]
-    return ":".join(entries + [library])
+    if not preload.isprintable():
+        raise ValueError("LD_PRELOAD")  # a line break would end the export line
+    entries = [entry for entry in preload.replace(" ", ":").split(":") if entry and entry != library]
+    return ":".join([*entries, library])
 
 
 if __name__ == "__main__":
