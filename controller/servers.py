@@ -27,7 +27,7 @@ HEAD_BYTES_MAX: Final = 16 << 10
 HEAD_DEADLINE_S: Final = 10.0
 KEEP_ALIVE_S: Final = 900
 """Longer than the longest report period: daemons keep their connection (a short one makes reconnect storms)."""
-CLOSE_DEADLINE_S: Final = 2
+CLOSE_DEADLINE_S: Final = 1
 BACKLOG: Final = 4096
 _PEER: Final = struct.Struct("3i")
 

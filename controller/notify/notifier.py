@@ -138,6 +138,11 @@ class Notifier:
             await self._store.failed(message.id, None, f"{message.target}: {error}", now)
 
 
+def check_targets(settings: Notify) -> None:
+    """Raises OperatorFault naming each target that cannot be used."""
+    _ways(settings)
+
+
 def _ways(settings: Notify) -> dict[str, _Way]:
     faults: list[str] = []
     ways: dict[str, _Way] = {}

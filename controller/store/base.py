@@ -108,6 +108,9 @@ class Store(Protocol):
     async def incidents(self, limit: int, open_only: bool = False) -> list[Incident]:
         """Newest first; `open_only`: those that are not closed."""
 
+    async def incidents_open(self) -> int:
+        """How many are not closed."""
+
     async def add_line(self, incident_id: str, at: float, text: str) -> None:
         """One more line of the timeline."""
 

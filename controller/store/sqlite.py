@@ -141,6 +141,10 @@ class SqliteStore:
         which = "WHERE phase <> 'closed' " if open_only else ""
         return await self._incidents(f"{which}ORDER BY opened_at DESC, id LIMIT ?", (limit,))
 
+    async def incidents_open(self) -> int:
+        rows = await self._read("SELECT count(*) FROM incident WHERE phase <> 'closed'")
+        return int(rows[0][0])
+
     async def _incidents(self, which: str, values: Row) -> list[Incident]:
         def work() -> list[Incident]:
             bodies = self._connection.execute(f"SELECT body FROM incident {which}", values).fetchall()  # noqa: S608
