@@ -1,4 +1,4 @@
-"""Fixtures that more than one test directory uses."""
+"""Fixtures that more than one test directory uses, and the check that a run leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from collections.abc import Iterator
 import pytest
 
 from tests.lab.cluster import Lab
+from tests.lab.leaks import pytest_sessionfinish, pytest_sessionstart, pytest_terminal_summary
+
+__all__ = ["lab", "pytest_sessionfinish", "pytest_sessionstart", "pytest_terminal_summary"]
 
 
 @pytest.fixture(scope="module")

@@ -102,8 +102,11 @@ class Client:
         return {name: reason for name, _, reason in (line.partition(" ") for line in lines)}
 
     def idle(self, nodes: Iterable[str]) -> bool:
-        """True when these nodes are idle and answer."""
-        done = self.run("sinfo", "-h", "-N", "-o", "%N %T", check=False)
+        """True when these nodes are idle and answer. A slurmctld that is silent for 3 s has no idle nodes."""
+        try:
+            done = self.run("sinfo", "-h", "-N", "-o", "%N %T", check=False, timeout=3)
+        except subprocess.TimeoutExpired:
+            return False
         return set(nodes) <= {line.split()[0] for line in done.stdout.splitlines() if line.endswith(" idle")}
 
     def wait_idle(self, nodes: Iterable[str], timeout_s: float = 30.0) -> None:

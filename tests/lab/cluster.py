@@ -55,8 +55,9 @@ class Lab(Client):
         self._conf = dict(conf or {})
         self._nodes = {name: Node(self, name) for name in self.node_names}
         self._processes = processes.Processes(self.directory / "run", self.directory / "log")
+        self._was_up = False
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
-        self._open: list[Relay | socket.socket] = []
+        self._open: list[Relay | socket.socket | system.Reaper] = []
         super().__init__(self.slurm_conf, self.work, self.network.enter(None), self.environment())
 
     # -- life ----------------------------------------------------------------------------------------------------
@@ -68,6 +69,7 @@ class Lab(Client):
         system.become_subreaper()
         with ExitStack() as undo:
             undo.callback(self.stop)
+            self._open.append(system.Reaper())
             self._make_directories()
             self.network.up()
             self._write_configuration()
@@ -76,6 +78,7 @@ class Lab(Client):
             for node in self._nodes.values():
                 node.start_slurmd()
             eventually(self._all_idle, START_TIMEOUT_S, "all nodes idle")
+            self._was_up = True
             undo.pop_all()
         return time.monotonic() - began
 
@@ -86,8 +89,9 @@ class Lab(Client):
             self._open.pop().close()
         daemons = list(self._daemons.values())
         processes.end(one for one in self._processes.running() if one not in daemons)
-        if (slurmctld := self._daemons.get("slurmctld")) is not None and slurmctld.poll() is None:
+        if self._was_up:
             self.cancel_all()
+            self._was_up = False
         processes.kill(daemons)
         self._daemons.clear()
         processes.kill_members(self.directory, self.network.files())

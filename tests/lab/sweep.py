@@ -36,8 +36,13 @@ def sweep() -> list[str]:
 
 
 def _tags() -> set[str]:
-    names = [*network.namespaces(), *(path.name for root in (LABS, SHARED_MEMORY) for path in _ours(root))]
+    names = [*_namespaces(), *(path.name for root in (LABS, SHARED_MEMORY) for path in _ours(root))]
     return {match[1] for name in names if (match := _TAG.fullmatch(name))}
+
+
+def _namespaces() -> dict[str, Path]:
+    """Only root makes them, so only root sweeps them."""
+    return network.namespaces() if os.geteuid() == 0 else {}
 
 
 def _ours(root: Path) -> list[Path]:
@@ -57,7 +62,7 @@ def _owner_lives(tag: str) -> bool:
 
 def _remove(tag: str) -> None:
     directory = LABS / f"{LAB_PREFIX}{tag}"
-    spaces = {name: path for name, path in network.namespaces().items() if name.startswith(f"{network.PREFIX}{tag}-")}
+    spaces = {name: path for name, path in _namespaces().items() if name.startswith(f"{network.PREFIX}{tag}-")}
     for pid, ticks in processes.recorded(directory / "run"):
         if system.alive(pid, ticks):
             os.kill(pid, 9)

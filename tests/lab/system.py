@@ -89,6 +89,17 @@ def become_subreaper() -> None:
         raise LabError(f"prctl(PR_SET_CHILD_SUBREAPER): {os.strerror(ctypes.get_errno())}")
 
 
+def children() -> list[Stat]:
+    """The children of this process, zombies too."""
+    pids: list[int] = []
+    for listing in Path("/proc/self/task").glob("*/children"):
+        try:
+            pids += [int(word) for word in listing.read_text().split()]
+        except OSError:
+            continue  # that thread has ended; its children are another thread's now
+    return [found for pid in pids if (found := stat(pid)) is not None]
+
+
 def reap_adopted() -> None:
     """Wait for dead children that this process adopted, as PID 1 would have done.
 
@@ -96,13 +107,31 @@ def reap_adopted() -> None:
     their own; an orphan of a job is in a session that somebody else leads. Only slurmstepd leads one and is adopted.
     """
     here = os.getsid(0)
-    for process in all_processes():
+    for process in children():
         adopted = process.session not in (here, process.pid) or process.comm.startswith("slurmstepd")
-        if process.parent == os.getpid() and process.state == "Z" and adopted:
+        if process.state == "Z" and adopted:
             try:
                 os.waitpid(process.pid, os.WNOHANG)
             except ChildProcessError:
-                continue
+                continue  # another lab of this process was faster
+
+
+class Reaper:
+    """Calls `reap_adopted` twice a second, so that the dead of a job are gone as they would be on a real node."""
+
+    def __init__(self) -> None:
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="lab-reaper", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._over.set()
+        self._thread.join(5)
+
+    def _work(self) -> None:
+        while not self._over.wait(0.5):
+            reap_adopted()
 
 
 def works_for(process: Stat, directory: Path) -> bool:
@@ -117,6 +146,17 @@ def works_for(process: Stat, directory: Path) -> bool:
         if not process.comm.startswith("slurmstepd"):
             return False
         return any(_target(link).startswith(f"{directory}/") for link in (proc / "fd").iterdir())
+    except OSError:
+        return False
+
+
+def holds(pid: int, path: Path) -> bool:
+    """True when a process has this file open or mapped; False also when we may not look."""
+    proc = Path(f"/proc/{pid}")
+    try:
+        if any(_target(link) == str(path) for link in (proc / "fd").iterdir()):
+            return True
+        return any(line.endswith(f" {path}") for line in (proc / "maps").read_text(errors="replace").splitlines())
     except OSError:
         return False
 
