@@ -18,6 +18,9 @@ from diagnosis.contracts.errors import OperatorFault
 
 DEFAULT_PATH: Final = Path("/etc/tocsin/node.toml")
 FILE_BYTES_MAX: Final = 64 << 10
+PERIOD_MS_LEAST: Final = 100
+PERIOD_MS_MOST: Final = 60_000
+"""Half a minute less than the unit's WatchdogSec, which finished ticks feed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +41,9 @@ _TABLES: Final[dict[str, dict[str, Key]]] = {
         "key_file": Key(str, "/etc/tocsin/node.key", "this node's key, 64 hex digits, readable by nobody else"),
         "state_dir": Key(str, "/var/lib/tocsin-node", "where the spool and the daemon's life counter are kept"),
         "frame_root": Key(str, "/dev/shm/tocsin", "where TaskProlog makes a directory for each job's probe frames"),
-        "report_period_ms": Key(int, 1000, "time between reports until the controller says otherwise", 100, 600_000),
+        "report_period_ms": Key(
+            int, 1000, "time between reports until the controller says otherwise", PERIOD_MS_LEAST, PERIOD_MS_MOST
+        ),
         "request_timeout_s": Key(float, 10.0, "how long one request to the controller may take", 0.1, 300),
     },
     "frames": {

@@ -22,20 +22,25 @@ class OwnThread:
     def __init__(self, name: str) -> None:
         self._name = name
         self._pool = ThreadPoolExecutor(1, thread_name_prefix=name)
-        self._call: Future[Any] | None = None
+        self._late: Future[Any] | None = None
 
     @property
-    def busy(self) -> bool:
-        """Whether the last call has not come back; that is also so when its caller has given up on it."""
-        return self._call is not None and not self._call.done()
+    def hung(self) -> bool:
+        """Whether a call that ran past its deadline has still not come back."""
+        return self._late is not None and not self._late.done()
 
     async def run(self, call: Callable[[], Result], deadline_s: float) -> Result:
         """The call's result or exception. Raises TimeoutError where it, or the call before it, takes too long."""
-        if self.busy:
+        if self.hung:
             raise TimeoutError(f"{self._name} is still busy with an earlier call")
-        self._call = self._pool.submit(call)
-        return await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(self._call)), deadline_s)
+        future = self._pool.submit(call)
+        try:
+            return await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(future)), deadline_s)
+        except TimeoutError:
+            if not future.done():  # else the call itself raised it
+                self._late = future
+            raise
 
     def close(self) -> None:
         """Let the thread end when its present call does; does not wait for it."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._pool.shutdown(wait=False)
