@@ -144,10 +144,12 @@ def _open_steps(slots: Slots) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
 
 
 def _newest_signature(slots: Slots) -> NDArray[Any]:
-    """Signature of the round entered last, null where that round is not among the recorded ones."""
-    rounds = slots["rounds"]
-    match = (rounds["seq"] == (slots["enqueued"] & _LOW)[:, None]) & (rounds["seq"] != 0)
-    found = np.take_along_axis(rounds["signature"], match.argmax(axis=1)[:, None], axis=1)[:, 0]
+    """Signature of the round entered last: while it executes, or where it was recorded. Null where neither is so."""
+    newest = (slots["enqueued"] & _LOW)[:, None]
+    seq = np.concatenate([slots["open"]["seq"], slots["rounds"]["seq"]], axis=1)
+    signatures = np.concatenate([slots["open"]["signature"], slots["rounds"]["signature"]], axis=1)
+    match = (seq == newest) & (seq != 0)
+    found = np.take_along_axis(signatures, match.argmax(axis=1)[:, None], axis=1)[:, 0]
     return np.where(match.any(axis=1), found, null_of(wire.COMM_DTYPE["signature"]))
 
 

@@ -29,7 +29,9 @@ def start_ticks(pid: int) -> int:
 class FrameImage:
     """One process's frame in memory; `save` writes it as the file of its pid."""
 
-    def __init__(self, pid: int, ticks: int | None = None, *, rank: int = 0, world_size: int = 8, **header: Any) -> None:
+    def __init__(
+        self, pid: int, ticks: int | None = None, *, rank: int = 0, world_size: int = 8, **header: Any
+    ) -> None:
         self.header = np.zeros(1, probeframe.HEADER_DTYPE)
         self.slots = np.zeros(probeframe.SLOT_COUNT, probeframe.SLOT_DTYPE)
         fields = {
@@ -59,8 +61,8 @@ class FrameImage:
         """Begin a round."""
         row = self.slots[slot]
         seq = int(row["enqueued"]) + 1
-        row["rounds"][seq % probeframe.ROUND_COUNT] = (seq, gap_us, probeframe.DUR_OPEN, signature)
-        row["open"][0] = (seq, 1, 2, 0)
+        row["rounds"][seq % probeframe.ROUND_COUNT] = (seq & 0xFFFF_FFFF, gap_us, probeframe.DUR_OPEN, signature)
+        row["open"][0] = (seq & 0xFFFF_FFFF, 1, 2, signature)
         row["gap_sum_ns"] += gap_us * 1000
         row["t_enqueued_ns"] = time.monotonic_ns()
         row["enqueued"] = seq

@@ -162,7 +162,7 @@ class FrameReader:
         if len(names) > DIRECTORIES_SCANNED_MAX:
             self._refuse("", "", "too_many")
         self._empty = {name: self._empty[name] for name in names if name in self._empty}
-        for name in sorted(names[:DIRECTORIES_SCANNED_MAX], key=lambda name: name not in self._active):
+        for name in dict.fromkeys([*sorted(self._active), *names[:DIRECTORIES_SCANNED_MAX]]):
             if not _JOB_NAME.fullmatch(name):
                 self._refuse(name, "", "name")
                 continue
