@@ -37,13 +37,16 @@ JOBS = Path(__file__).parent / "jobs"
 """Training as a user would have it in the working directory; copied to `Lab.work`."""
 SLURMCTLD_PORT = 6817
 SLURMD_PORT = 6818
+TASK_PROLOG = Path(__file__).parents[2] / "slurm_plugins" / "task_prolog.py"
 _numbers = itertools.count(1)
 
 
 class Lab(Client):
-    """One cluster. `conf` overrides single lines of slurm.conf (`{"TaskProlog": "/path"}`)."""
+    """One cluster. `conf` overrides single lines of slurm.conf; `probe`: tocsin's TaskProlog is installed on it."""
 
-    def __init__(self, *, nodes: int = 8, cred_expire_s: int = 120, conf: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, *, nodes: int = 8, probe: bool = False, cred_expire_s: int = 120, conf: Mapping[str, str] | None = None
+    ) -> None:
         self.tag = f"{os.getpid()}-{next(_numbers)}"
         self.directory = sweep.LABS / f"{sweep.LAB_PREFIX}{self.tag}"
         self.frame_root = sweep.SHARED_MEMORY / f"{sweep.LAB_PREFIX}{self.tag}"
@@ -53,6 +56,8 @@ class Lab(Client):
         self.network = Network(self.tag, self.node_names)
         self._cred_expire_s = cred_expire_s
         self._conf = dict(conf or {})
+        if probe:
+            self._conf["TaskProlog"] = str(self.directory / "etc" / "task_prolog")
         self._nodes = {name: Node(self, name) for name in self.node_names}
         self._processes = processes.Processes(self.directory / "run", self.directory / "log")
         self._was_up = False
@@ -233,6 +238,9 @@ class Lab(Client):
         self.slurm_conf.write_text(text)
         (self.slurm_conf.parent / "gres.conf").write_text(gres_conf(places))
         (self.slurm_conf.parent / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
+        prolog = self.slurm_conf.parent / "task_prolog"  # what a site would put into /etc/tocsin/task_prolog.conf
+        prolog.write_text(f"#!/bin/sh\nTOCSIN_FRAME_ROOT={self.frame_root} exec {TASK_PROLOG}\n")
+        prolog.chmod(0o755)
 
     def _start_munged(self) -> None:
         home = self.directory / "munge"
