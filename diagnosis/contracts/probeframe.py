@@ -19,17 +19,19 @@ A slot's parts:
 * operation type set of the newest round: op, dtype, algo, proto, count, root.
 * `open`: progress of the rounds now executing (gloo runs two at once): transfer steps sent and received so far.
 * `lanes`: 32 running totals; a lane is a peer (gloo: position in the communicator modulo 32) or a channel (NCCL).
-* `rounds`: the newest 32 recorded rounds with their own time (`gap_us`: from leaving the previous operation of any
-  communicator to entering this one) and their duration, and a signature of the operation. Only rounds whose seq
-  is a multiple of `stride` are recorded; the writer raises `stride` (a power of two) so that the 32 entries span
-  at least two seconds, and any two readers who look once a second see common rounds.
+* `rounds`: the newest 32 recorded rounds with their own time (`gap_us`: from when the process last left or entered
+  any operation, of any communicator, to entering this one, so that gaps never add up to more than the time that
+  passed), their duration, and a signature of the operation. Only rounds whose seq is a multiple of `stride` are
+  recorded. The writer doubles `stride` where 32 entries span less than two seconds and halves it where a second
+  passes without one; since it stays a power of two, any two ranks record common rounds, and a reader who looks
+  once a second misses none. An entry is written in the order `dur_us` (open), `gap_us`, `signature`, `seq`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -46,6 +48,9 @@ OPEN_COUNT: Final = 2
 FILE_BYTES: Final = HEADER_BYTES + SLOT_COUNT * SLOT_BYTES
 DUR_OPEN: Final = 0xFFFF_FFFF
 """`dur_us` of a round that has not ended."""
+SIGNATURE_UNKNOWN: Final = 0
+WRITERS_MAX: Final = 2
+"""Threads of one process that may enter rounds of one communicator at the same instant."""
 GPU_UNKNOWN: Final = -1
 ROOT_NONE: Final = -1
 
@@ -55,15 +60,15 @@ OPEN_FIELDS: Final[tuple[Field, ...]] = (
     ("seq", "<u4", "uint32_t", 1),  # 0: free
     ("send_steps", "<u4", "uint32_t", 1),
     ("recv_steps", "<u4", "uint32_t", 1),
-    ("reserved", "<u4", "uint32_t", 1),
+    ("signature", "<u4", "uint32_t", 1),  # as in `rounds`, which need not hold this round
 )
 LANE_FIELDS: Final[tuple[Field, ...]] = (
     ("send_steps", "<u4", "uint32_t", 1),
     ("recv_steps", "<u4", "uint32_t", 1),
     ("recv_wait_us", "<u4", "uint32_t", 1),  # time spent waiting for receives, wraps
     ("peer", "<u2", "uint16_t", 1),  # position of the peer in the communicator
-    ("wait_state", "u1", "uint8_t", 1),
-    ("used", "u1", "uint8_t", 1),
+    ("wait_state", "u1", "uint8_t", 1),  # WaitState, of the thread that began or ended a wait last
+    ("used", "u1", "uint8_t", 1),  # 0: no step was ever counted here
 )
 ROUND_FIELDS: Final[tuple[Field, ...]] = (
     ("seq", "<u4", "uint32_t", 1),  # low 32 bits; 0: never used
@@ -83,14 +88,14 @@ SLOT_FIELDS: Final[tuple[Field, ...]] = (
     ("t_done_ns", "<u8", "uint64_t", 1),
     ("dur_sum_ns", "<u8", "uint64_t", 1),
     ("gap_sum_ns", "<u8", "uint64_t", 1),
-    ("bytes", "<u8", "uint64_t", 1),
+    ("bytes", "<u8", "uint64_t", 1),  # handed to the transport to send, where the library tells the size
     ("send_steps", "<u8", "uint64_t", 1),
     ("recv_steps", "<u8", "uint64_t", 1),
     ("count", "<u8", "uint64_t", 1),  # elements of the newest round; COUNT_UNKNOWN where the library does not tell
     ("open", "", "tocsin_open", OPEN_COUNT),
     ("root", "<i4", "int32_t", 1),
     ("stride", "<u4", "uint32_t", 1),
-    ("errors", "<u4", "uint32_t", 1),
+    ("errors", "<u4", "uint32_t", 1),  # rounds that ended with an exception
     ("op", "u1", "uint8_t", 1),
     ("dtype", "u1", "uint8_t", 1),
     ("algo", "u1", "uint8_t", 1),
@@ -112,9 +117,9 @@ HEADER_FIELDS: Final[tuple[Field, ...]] = (
     ("gpu", "<i4", "int32_t", 1),  # index on the node as the job claims it, -1 unknown
     ("step_id", "<i4", "int32_t", 1),  # Slurm step, -1 unknown
     ("created_ns", "<u8", "uint64_t", 1),
-    ("last_leave_ns", "<u8", "uint64_t", 1),  # newest end of any round of the process
-    ("slots_reused", "<u4", "uint32_t", 1),  # communicators that ended or found no slot of their own
-    ("works_lost", "<u4", "uint32_t", 1),  # rounds not followed because too many were in flight
+    ("last_leave_ns", "<u8", "uint64_t", 1),  # when the process last left any operation, point-to-point included
+    ("slots_reused", "<u4", "uint32_t", 1),  # times a communicator lost its slot to another one, figures kept
+    ("works_lost", "<u4", "uint32_t", 1),  # rounds not followed: too many in flight, or members unknown
     ("symbols_missing", "<u4", "uint32_t", 1),  # bit per hook that this library version lacks
     ("transport", "u1", "uint8_t", 1),
     ("reserved8", "u1", "uint8_t", 3),
@@ -155,6 +160,14 @@ class Dtype(IntEnum):
     FLOAT64 = 8
     BOOL = 9
     OTHER = 15
+
+
+class WaitState(IntEnum):
+    """What a thread of the writer waits for on a lane."""
+
+    NONE = 0
+    SEND = 1
+    RECV = 2
 
 
 class Transport(IntEnum):
@@ -230,13 +243,40 @@ def parse(data: bytes) -> Frame:
 def rounds_of(slot: np.void, enqueued_after: int) -> np.ndarray[tuple[int], np.dtype[np.void]]:
     """The finished rounds of a slot in ascending seq, without any that may have been overwritten while reading.
 
-    `enqueued_after` is the slot's `enqueued` counter read again after the rounds were copied.
+    `enqueued_after` is the slot's `enqueued` counter read again after the rounds were copied. Whatever the stride, no
+    more entries than rounds can have been written meanwhile, and they replace unused entries, then the oldest.
     """
     rounds = slot["rounds"]
-    seq = rounds["seq"].astype(np.int64)
-    stride = max(1, int(slot["stride"]))
     newest = int(slot["enqueued"]) & 0xFFFF_FFFF
-    oldest_safe = (enqueued_after & 0xFFFF_FFFF) - stride * ROUND_COUNT
-    sound = (seq > 0) & (seq <= newest) & (seq > oldest_safe) & (rounds["dur_us"] != DUR_OPEN)
-    kept: np.ndarray[tuple[int], np.dtype[np.void]] = rounds[sound]
-    return kept[np.argsort(kept["seq"])]
+    age = (newest - rounds["seq"].astype(np.int64)) & 0xFFFF_FFFF  # in rounds; the numbers' low halves wrap
+    admitted = (rounds["seq"] != 0) & (age < 1 << 31)
+    oldest_first = np.argsort(np.where(admitted, -age, -(1 << 32)), kind="stable")
+    written = max(0, enqueued_after - int(slot["enqueued"])) + WRITERS_MAX
+    settled = oldest_first[min(written, ROUND_COUNT) :]
+    kept = rounds[settled]
+    finished: np.ndarray[tuple[int], np.dtype[np.void]] = kept[admitted[settled] & (kept["dur_us"] != DUR_OPEN)]
+    return finished
+
+
+def signatures(
+    op: np.ndarray[Any, np.dtype[Any]],
+    dtype: np.ndarray[Any, np.dtype[Any]],
+    count: np.ndarray[Any, np.dtype[np.uint64]],
+    root: np.ndarray[Any, np.dtype[np.int32]],
+) -> np.ndarray[Any, np.dtype[np.uint32]]:
+    """The signature of each round with these figures, as the writers compute it (arrays of one shape).
+
+    Equal on all members of a sound round, hence without the count of an all-to-all, which each member may choose.
+    """
+    words = (
+        op.astype(np.uint64),
+        dtype.astype(np.uint64),
+        np.where(op == Op.ALL_TO_ALL, np.uint64(0), count.astype(np.uint64)),
+        root.astype(np.int64).astype(np.uint64),
+    )
+    mixed = np.full(op.shape, 0x9E37_79B9_7F4A_7C15, np.uint64)
+    for word in words:
+        mixed = (mixed ^ word) * np.uint64(0xD6E8_FEB8_6659_FD93)
+        mixed ^= mixed >> np.uint64(32)
+    low = (mixed & np.uint64(0xFFFF_FFFF)).astype(np.uint32)
+    return np.where(low == SIGNATURE_UNKNOWN, np.uint32(1), low)

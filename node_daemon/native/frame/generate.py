@@ -25,6 +25,7 @@ _CONSTANTS = (
     ("OPEN_COUNT", f"{frame.OPEN_COUNT}u"),
     ("DUR_OPEN", f"0x{frame.DUR_OPEN:X}u"),
     ("COUNT_UNKNOWN", f"0x{frame.COUNT_UNKNOWN:X}ull"),
+    ("SIGNATURE_UNKNOWN", f"{frame.SIGNATURE_UNKNOWN}u"),
     ("ROOT_NONE", f"({frame.ROOT_NONE})"),
     ("GPU_UNKNOWN", f"({frame.GPU_UNKNOWN})"),
 )
@@ -44,7 +45,7 @@ def render() -> str:
         *(f"#define TOCSIN_FRAME_{name} {value}" for name, value in _CONSTANTS),
         "",
     ]
-    for enum in (frame.Op, frame.Dtype, frame.Transport):
+    for enum in (frame.Op, frame.Dtype, frame.WaitState, frame.Transport):
         lines += _render_enum(enum)
     for name, fields, dtype in frame.STRUCTS:
         lines += _render_struct(name, fields, dtype)

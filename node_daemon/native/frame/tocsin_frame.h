@@ -16,6 +16,7 @@
 #define TOCSIN_FRAME_OPEN_COUNT 2u
 #define TOCSIN_FRAME_DUR_OPEN 0xFFFFFFFFu
 #define TOCSIN_FRAME_COUNT_UNKNOWN 0xFFFFFFFFFFFFFFFFull
+#define TOCSIN_FRAME_SIGNATURE_UNKNOWN 0u
 #define TOCSIN_FRAME_ROOT_NONE (-1)
 #define TOCSIN_FRAME_GPU_UNKNOWN (-1)
 
@@ -49,6 +50,12 @@ enum {
 };
 
 enum {
+    TOCSIN_WAITSTATE_NONE = 0,
+    TOCSIN_WAITSTATE_SEND = 1,
+    TOCSIN_WAITSTATE_RECV = 2,
+};
+
+enum {
     TOCSIN_TRANSPORT_UNKNOWN = 0,
     TOCSIN_TRANSPORT_GLOO = 1,
     TOCSIN_TRANSPORT_NCCL = 2,
@@ -58,7 +65,7 @@ typedef struct tocsin_open {
     uint32_t seq;
     uint32_t send_steps;
     uint32_t recv_steps;
-    uint32_t reserved;
+    uint32_t signature;
 } tocsin_open;
 #ifdef __cplusplus
 static_assert(sizeof(tocsin_open) == 16, "tocsin_open");

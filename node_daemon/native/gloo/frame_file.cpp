@@ -9,6 +9,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
@@ -44,6 +45,12 @@ void forget_parent() {
   store_release(g_frame_state, FRAME_UNSET);
 }
 
+// A file beyond this limit would not only fail: the kernel would end the program by SIGXFSZ.
+bool may_write_frame() {
+  rlimit limit;
+  return getrlimit(RLIMIT_FSIZE, &limit) == 0 && (limit.rlim_cur == RLIM_INFINITY || limit.rlim_cur >= sizeof(Frame));
+}
+
 // Creates the file with real space behind it: on a full tmpfs a sparse file would kill the job by SIGBUS later.
 int create_file(const char* directory, int32_t pid) {
   const int directory_fd = open(directory, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
@@ -70,7 +77,7 @@ int create_file(const char* directory, int32_t pid) {
 }
 
 Frame* map_frame(const char* directory, int32_t pid) {
-  const int fd = create_file(directory, pid);
+  const int fd = may_write_frame() ? create_file(directory, pid) : -1;
   if (fd < 0) {
     debug_line("no frame: the file could not be made");
     return nullptr;
@@ -107,8 +114,9 @@ void write_header(tocsin_header& header, int32_t pid, uint32_t missing) {
 
 Frame* set_up() {
   const char* directory = getenv("TOCSIN_FRAME_DIR");
-  if (!directory || !*directory) {
-    debug_line("no frame: TOCSIN_FRAME_DIR is not set");
+  const char* disabled = getenv("TOCSIN_DISABLE");
+  if (!directory || !*directory || (disabled && strcmp(disabled, "") != 0 && strcmp(disabled, "0") != 0)) {
+    debug_line("no frame: TOCSIN_FRAME_DIR is not set, or TOCSIN_DISABLE is");
     return nullptr;
   }
   const uint32_t missing = symbols_missing();

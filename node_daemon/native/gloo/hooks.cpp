@@ -67,6 +67,24 @@ struct Made {
 };
 thread_local Made t_made;
 
+// The root that this thread was last asked for, in a broadcast, gather or scatter; their work object comes next.
+thread_local int64_t t_root = TOCSIN_FRAME_ROOT_NONE;
+
+// c10d::BroadcastOptions, GatherOptions and ScatterOptions alike; the other members are of no interest.
+struct RootedOptions {
+  int64_t root;
+};
+
+// c10::intrusive_ptr<Work> as a result: being no trivial type, it is returned through a hidden pointer.
+struct WorkRef {
+  void* work;
+  ~WorkRef();
+};
+
+bool has_known_root(uint8_t op) {
+  return op == TOCSIN_OP_BROADCAST || op == TOCSIN_OP_GATHER || op == TOCSIN_OP_SCATTER;
+}
+
 // Elements and type of the tensors that every member has in the same size: the inputs, or, where only the root has
 // inputs, the outputs.
 void describe(const Tensors& tensors, Operation& operation) {
@@ -93,6 +111,7 @@ void describe(const Tensors& tensors, Operation& operation) {
 Operation operation_of(uint8_t op_type, const TensorLists& outputs, const MaybeTensors* inputs) {
   Operation operation;
   operation.op = op_type < sizeof kOps ? kOps[op_type] : uint8_t{TOCSIN_OP_UNKNOWN};
+  operation.root = has_known_root(operation.op) ? static_cast<int32_t>(t_root) : TOCSIN_FRAME_ROOT_NONE;
   const bool has_inputs = inputs && inputs->present && inputs->tensors.first != inputs->tensors.end;
   const bool has_outputs = outputs.first != outputs.end;
   if (operation.op == TOCSIN_OP_BARRIER) {
@@ -151,6 +170,26 @@ void group_hook_d2(void* self) {
   group_ended(communicator);
 }
 
+WorkRef broadcast_hook(void* self, void* tensors, const RootedOptions* options) HOOK(TOCSIN_NAME_BROADCAST);
+WorkRef broadcast_hook(void* self, void* tensors, const RootedOptions* options) {
+  t_root = options->root;
+  return real<WorkRef (*)(void*, void*, const RootedOptions*)>(SYMBOL_BROADCAST, CALLER)(self, tensors, options);
+}
+
+WorkRef gather_hook(void* self, void* outputs, void* inputs, const RootedOptions* options) HOOK(TOCSIN_NAME_GATHER);
+WorkRef gather_hook(void* self, void* outputs, void* inputs, const RootedOptions* options) {
+  using Function = WorkRef (*)(void*, void*, void*, const RootedOptions*);
+  t_root = options->root;
+  return real<Function>(SYMBOL_GATHER, CALLER)(self, outputs, inputs, options);
+}
+
+WorkRef scatter_hook(void* self, void* outputs, void* inputs, const RootedOptions* options) HOOK(TOCSIN_NAME_SCATTER);
+WorkRef scatter_hook(void* self, void* outputs, void* inputs, const RootedOptions* options) {
+  using Function = WorkRef (*)(void*, void*, void*, const RootedOptions*);
+  t_root = options->root;
+  return real<Function>(SYMBOL_SCATTER, CALLER)(self, outputs, inputs, options);
+}
+
 void work_hook(void* self, void* context, const TensorLists* outputs, uint8_t op_type, uint64_t seq, int64_t timeout_ms,
                const char* title, const MaybeTensors* inputs) HOOK(TOCSIN_NAME_WORK);
 void work_hook(void* self, void* context, const TensorLists* outputs, uint8_t op_type, uint64_t seq, int64_t timeout_ms,
@@ -203,13 +242,13 @@ void finish_error_hook(void* self, const void* error) {
 
 void send_hook(void* self, int peer, uint64_t slot, uint64_t offset, uint64_t bytes) HOOK(TOCSIN_NAME_SEND);
 void send_hook(void* self, int peer, uint64_t slot, uint64_t offset, uint64_t bytes) {
-  step_posted(self, peer, WAIT_SEND, bytes);
+  step_posted(self, peer, TOCSIN_WAITSTATE_SEND, bytes);
   real<void (*)(void*, int, uint64_t, uint64_t, uint64_t)>(SYMBOL_SEND, CALLER)(self, peer, slot, offset, bytes);
 }
 
 void recv_hook(void* self, int peer, uint64_t slot, uint64_t offset, uint64_t bytes) HOOK(TOCSIN_NAME_RECV);
 void recv_hook(void* self, int peer, uint64_t slot, uint64_t offset, uint64_t bytes) {
-  step_posted(self, peer, WAIT_RECV, bytes);
+  step_posted(self, peer, TOCSIN_WAITSTATE_RECV, bytes);
   real<void (*)(void*, int, uint64_t, uint64_t, uint64_t)>(SYMBOL_RECV, CALLER)(self, peer, slot, offset, bytes);
 }
 
@@ -218,10 +257,10 @@ bool wait_send_hook(void* self, int* peer, int64_t timeout_ms) {
   ON_UNWIND(tocsin_step_unwound);
   int own = -1;
   int* const told = peer ? peer : &own;
-  step_waiting(self, WAIT_SEND);
+  step_waiting(self, TOCSIN_WAITSTATE_SEND);
   const bool done = real<bool (*)(void*, int*, int64_t)>(SYMBOL_WAIT_SEND, CALLER)(self, told, timeout_ms);
   if (done) {
-    step_done(*told, WAIT_SEND);
+    step_done(*told, TOCSIN_WAITSTATE_SEND);
   } else {
     step_failed();
   }
@@ -233,10 +272,10 @@ bool wait_recv_hook(void* self, int* peer, int64_t timeout_ms) {
   ON_UNWIND(tocsin_step_unwound);
   int own = -1;
   int* const told = peer ? peer : &own;
-  step_waiting(self, WAIT_RECV);
+  step_waiting(self, TOCSIN_WAITSTATE_RECV);
   const bool done = real<bool (*)(void*, int*, int64_t)>(SYMBOL_WAIT_RECV, CALLER)(self, told, timeout_ms);
   if (done) {
-    step_done(*told, WAIT_RECV);
+    step_done(*told, TOCSIN_WAITSTATE_RECV);
   } else {
     step_failed();
   }

@@ -48,12 +48,43 @@ int32_t read_local_rank(int32_t world_size) {
   return rank_per_task ? env_number("SLURM_LOCALID") : -1;
 }
 
+bool list_holds(const char* list, int32_t number) {
+  int32_t entry = 0;
+  for (int32_t i = 0; entry >= 0; ++i) {
+    entry = list_entry(list, i);
+    if (entry == number) {
+      return entry >= 0;
+    }
+  }
+  return false;
+}
+
+// CUDA_VISIBLE_DEVICES counts the node's GPUs or, inside Slurm's device cgroup, those granted to the job from 0. A list
+// with a number that was not granted must be of the second kind; where both readings are possible and differ, nobody
+// knows.
+int32_t on_node(const char* visible, int32_t number) {
+  const char* step_gpus = getenv("SLURM_STEP_GPUS");
+  const char* granted = step_gpus ? step_gpus : getenv("SLURM_JOB_GPUS");
+  const int32_t renumbered = granted ? list_entry(granted, number) : -1;
+  if (renumbered < 0 || renumbered == number) {
+    return number;
+  }
+  for (int32_t i = 0, entry = list_entry(visible, 0); entry >= 0; entry = list_entry(visible, ++i)) {
+    if (!list_holds(granted, entry)) {
+      return renumbered;
+    }
+  }
+  return -1;
+}
+
 int32_t read_gpu(int32_t local_rank) {
   const char* visible = getenv("CUDA_VISIBLE_DEVICES");
   if (!visible || !*visible) {
     return local_rank;
   }
-  return local_rank < 0 ? -1 : list_entry(visible, local_rank);
+  const bool only_one = !strchr(visible, ',');  // a task that sees one GPU, whatever its number among the tasks
+  const int32_t number = local_rank < 0 && !only_one ? -1 : list_entry(visible, only_one ? 0 : local_rank);
+  return number < 0 ? -1 : on_node(visible, number);
 }
 
 }  // namespace

@@ -22,6 +22,7 @@ struct Round {
   tocsin_round* entry;  // null: not recorded
   uint64_t seq;
   uint64_t entered_ns;
+  uint32_t signature;
   bool started;
 };
 
@@ -83,7 +84,7 @@ uint32_t microseconds(uint64_t ns) {
   return us < TOCSIN_FRAME_DUR_OPEN ? static_cast<uint32_t>(us) : TOCSIN_FRAME_DUR_OPEN - 1;
 }
 
-// Equal on all members of a sound round. An all-to-all may have another count on each of them.
+// As `signatures` in diagnosis/contracts/probeframe.py. An all-to-all may have another count on each member.
 uint32_t signature_of(const Operation& operation) {
   uint64_t hash = 0x9E3779B97F4A7C15u;
   const uint64_t words[] = {operation.op, operation.dtype,
@@ -93,7 +94,8 @@ uint32_t signature_of(const Operation& operation) {
     hash = (hash ^ word) * 0xD6E8FEB86659FD93u;
     hash ^= hash >> 32;
   }
-  return static_cast<uint32_t>(hash);
+  const uint32_t low = static_cast<uint32_t>(hash);
+  return low == TOCSIN_FRAME_SIGNATURE_UNKNOWN ? 1 : low;
 }
 
 // Keeps the recorded rounds 2 to 32 seconds apart from first to last: see `stride` in the frame's definition.
@@ -114,10 +116,10 @@ void adapt_stride(Communicator& communicator, tocsin_slot& slot, uint64_t now) {
 }
 
 // The entry's duration says "open" before anything else of it changes, and its seq comes last.
-tocsin_round* record(Communicator& communicator, tocsin_slot& slot, const Round& round, uint64_t gap_ns,
-                     uint32_t signature) {
+tocsin_round* record(Communicator& communicator, tocsin_slot& slot, const Round& round, uint64_t gap_ns) {
   adapt_stride(communicator, slot, round.entered_ns);
-  if (round.seq & (load(slot.stride) - 1)) {
+  const uint32_t seq = static_cast<uint32_t>(round.seq);
+  if (seq == 0 || (seq & (load(slot.stride) - 1))) {  // 0 marks an unused entry
     return nullptr;
   }
   const uint64_t position = add(communicator.recorded, 1) % TOCSIN_FRAME_ROUND_COUNT;
@@ -126,8 +128,8 @@ tocsin_round* record(Communicator& communicator, tocsin_slot& slot, const Round&
   tocsin_round& entry = slot.rounds[position];
   store_release(entry.dur_us, TOCSIN_FRAME_DUR_OPEN);
   store_release(entry.gap_us, microseconds(gap_ns));
-  store_release(entry.signature, signature);
-  store_release(entry.seq, static_cast<uint32_t>(round.seq));
+  store_release(entry.signature, round.signature);
+  store_release(entry.seq, seq);
   return &entry;
 }
 
@@ -139,9 +141,10 @@ uint64_t gap_before(uint64_t now) {
   return since && now > since ? now - since : 0;
 }
 
-tocsin_open* claim_open(tocsin_slot& slot, uint64_t seq) {
+tocsin_open* claim_open(tocsin_slot& slot, const Round& round) {
   for (tocsin_open& open : slot.open) {
-    if (!load(open.seq) && swap_if<uint32_t>(open.seq, 0, static_cast<uint32_t>(seq))) {
+    if (!load(open.seq) && swap_if<uint32_t>(open.seq, 0, static_cast<uint32_t>(round.seq))) {
+      store(open.signature, round.signature);
       return &open;
     }
   }
@@ -151,6 +154,7 @@ tocsin_open* claim_open(tocsin_slot& slot, uint64_t seq) {
 void release_open(tocsin_open& open) {
   store(open.send_steps, 0u);
   store(open.recv_steps, 0u);
+  store(open.signature, TOCSIN_FRAME_SIGNATURE_UNKNOWN);
   store_release(open.seq, 0u);
 }
 
@@ -191,8 +195,9 @@ void round_entered(const void* group, const void* work, const Operation& operati
   round->communicator = communicator;
   round->seq = seq;
   round->entered_ns = now;
+  round->signature = signature_of(operation);
   round->started = false;
-  round->entry = record(*communicator, slot, *round, gap_ns, signature_of(operation));
+  round->entry = record(*communicator, slot, *round, gap_ns);
   add_release(slot.enqueued, 1);
 }
 
@@ -206,7 +211,7 @@ void round_started(const void* work) {
   tocsin_slot& slot = *round->communicator->slot;
   thread.slot = &slot;
   thread.failed = false;
-  thread.open = claim_open(slot, round->seq);
+  thread.open = claim_open(slot, *round);
   round->started = true;
   store(slot.t_started_ns, now_ns());
   add_release(slot.started, 1);
@@ -246,7 +251,7 @@ void round_ended(const void* work, bool failed) {
   leave_communicator(communicator);
 }
 
-void step_posted(const void* buffer, int32_t peer, WaitState direction, uint64_t bytes) {
+void step_posted(const void* buffer, int32_t peer, uint8_t direction, uint64_t bytes) {
   Thread& thread = t_thread;
   if (!thread.round) {
     return;
@@ -255,36 +260,39 @@ void step_posted(const void* buffer, int32_t peer, WaitState direction, uint64_t
   if (posted.buffer != buffer) {
     posted = {buffer, -1, -1};
   }
-  (direction == WAIT_SEND ? posted.send_peer : posted.recv_peer) = peer;
-  if (direction == WAIT_SEND && bytes != UINT64_MAX) {  // all ones: to the end of a buffer whose size nobody tells
+  (direction == TOCSIN_WAITSTATE_SEND ? posted.send_peer : posted.recv_peer) = peer;
+  if (direction == TOCSIN_WAITSTATE_SEND && bytes != UINT64_MAX) {  // all ones: to the end of a buffer whose size nobody tells
     add(thread.slot->bytes, bytes);
   }
 }
 
-void step_waiting(const void* buffer, WaitState direction) {
+void step_waiting(const void* buffer, uint8_t direction) {
   Thread& thread = t_thread;
   if (!thread.round) {
     return;
   }
   thread.waiting_since_ns = now_ns();
   const Posted& posted = thread.posted[hash_of(buffer) % kBuffersMax];
-  const int32_t peer = direction == WAIT_SEND ? posted.send_peer : posted.recv_peer;
+  const int32_t peer = direction == TOCSIN_WAITSTATE_SEND ? posted.send_peer : posted.recv_peer;
   thread.waiting_on = posted.buffer == buffer && peer >= 0 ? &lane_of(*thread.slot, peer) : nullptr;
   if (thread.waiting_on) {
     store(thread.waiting_on->wait_state, direction);
   }
 }
 
-void step_done(int32_t peer, WaitState direction) {
+void step_done(int32_t peer, uint8_t direction) {
   Thread& thread = t_thread;
   if (!thread.round) {
+    if (load_acquire(g_frame_state) == FRAME_ON) {
+      store(g_frame->header.last_leave_ns, now_ns());
+    }
     return;
   }
   if (thread.waiting_on) {
-    store(thread.waiting_on->wait_state, WAIT_NONE);
+    store(thread.waiting_on->wait_state, TOCSIN_WAITSTATE_NONE);
   }
   tocsin_lane* lane = peer >= 0 ? &lane_of(*thread.slot, peer) : thread.waiting_on;
-  if (direction == WAIT_SEND) {
+  if (direction == TOCSIN_WAITSTATE_SEND) {
     add(thread.slot->send_steps, 1);
     if (thread.open) {
       add(thread.open->send_steps, 1);
@@ -308,7 +316,7 @@ void step_failed() {
   Thread& thread = t_thread;
   thread.failed = true;
   if (thread.round && thread.waiting_on) {
-    store(thread.waiting_on->wait_state, WAIT_NONE);
+    store(thread.waiting_on->wait_state, TOCSIN_WAITSTATE_NONE);
   }
 }
 

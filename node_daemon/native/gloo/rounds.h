@@ -24,17 +24,16 @@ struct Operation {
   uint64_t count = TOCSIN_FRAME_COUNT_UNKNOWN;
 };
 
-enum WaitState : uint8_t { WAIT_NONE = 0, WAIT_SEND = 1, WAIT_RECV = 2 };
-
 void round_entered(const void* group, const void* work, const Operation& operation);
 void round_started(const void* work);
 // `work` null: the round that this thread executes.
 void round_ended(const void* work, bool failed);
 
-// Steps of the round that this thread executes; outside of a round they count nowhere.
-void step_posted(const void* buffer, int32_t peer, WaitState direction, uint64_t bytes);
-void step_waiting(const void* buffer, WaitState direction);
-void step_done(int32_t peer, WaitState direction);
+// Steps of the round that this thread executes; `direction` is TOCSIN_WAITSTATE_SEND or .._RECV. Outside of a round
+// (point-to-point operations) they count nowhere, but their end is the end of an operation.
+void step_posted(const void* buffer, int32_t peer, uint8_t direction, uint64_t bytes);
+void step_waiting(const void* buffer, uint8_t direction);
+void step_done(int32_t peer, uint8_t direction);
 void step_failed();
 
 void forget_rounds_of(const Communicator& communicator);

@@ -13,10 +13,11 @@ void* g_real[SYMBOL_COUNT];
 namespace {
 
 const char* const kNames[SYMBOL_COUNT] = {
-    TOCSIN_NAME_ENQUEUE,  TOCSIN_NAME_EXECUTE,   TOCSIN_NAME_FINISH,    TOCSIN_NAME_FINISH_ERROR,
-    TOCSIN_NAME_WORK,     TOCSIN_NAME_GROUP_C1,  TOCSIN_NAME_GROUP_C2,  TOCSIN_NAME_GROUP_D1,
-    TOCSIN_NAME_GROUP_D2, TOCSIN_NAME_SEND,      TOCSIN_NAME_RECV,      TOCSIN_NAME_WAIT_SEND,
-    TOCSIN_NAME_WAIT_RECV, TOCSIN_NAME_GROUP_RANKS, TOCSIN_NAME_NUMEL,  TOCSIN_NAME_DTYPE,
+    TOCSIN_NAME_ENQUEUE,   TOCSIN_NAME_EXECUTE,     TOCSIN_NAME_FINISH,    TOCSIN_NAME_FINISH_ERROR,
+    TOCSIN_NAME_WORK,      TOCSIN_NAME_GROUP_C1,    TOCSIN_NAME_GROUP_C2,  TOCSIN_NAME_GROUP_D1,
+    TOCSIN_NAME_GROUP_D2,  TOCSIN_NAME_SEND,        TOCSIN_NAME_RECV,      TOCSIN_NAME_WAIT_SEND,
+    TOCSIN_NAME_WAIT_RECV, TOCSIN_NAME_GROUP_RANKS, TOCSIN_NAME_NUMEL,     TOCSIN_NAME_DTYPE,
+    TOCSIN_NAME_BROADCAST, TOCSIN_NAME_GATHER,      TOCSIN_NAME_SCATTER,
 };
 
 // True for an address inside this library, which must never be taken for the real function.
@@ -43,7 +44,7 @@ void* find(const char* name) {
 
 [[noreturn]] void give_up(const char* name) {
   static const char before[] = "tocsin: the probe cannot find ";
-  static const char after[] = "; run without it: TOCSIN_DISABLE=1\n";
+  static const char after[] = "; take it out of LD_PRELOAD\n";
   ssize_t written = write(STDERR_FILENO, before, sizeof before - 1);
   written = write(STDERR_FILENO, name, strlen(name));
   written = write(STDERR_FILENO, after, sizeof after - 1);

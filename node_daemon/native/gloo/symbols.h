@@ -27,6 +27,12 @@
   "3_EEEEiiNS2_INS0_7OptionsENS5_ISA_EEEE"
 #define TOCSIN_NAME_GROUP_D1 "_ZN4c10d16ProcessGroupGlooD1Ev"
 #define TOCSIN_NAME_GROUP_D2 "_ZN4c10d16ProcessGroupGlooD2Ev"
+#define TOCSIN_NAME_BROADCAST \
+  "_ZN4c10d16ProcessGroupGloo9broadcastERSt6vectorIN2at6TensorESaIS3_EERKNS_16BroadcastOptionsE"
+#define TOCSIN_NAME_GATHER                                                                                        \
+  "_ZN4c10d16ProcessGroupGloo6gatherERSt6vectorIS1_IN2at6TensorESaIS3_EESaIS5_EERS5_RKNS_13GatherOptionsE"
+#define TOCSIN_NAME_SCATTER                                                                                       \
+  "_ZN4c10d16ProcessGroupGloo7scatterERSt6vectorIN2at6TensorESaIS3_EERS1_IS5_SaIS5_EERKNS_14ScatterOptionsE"
 #define TOCSIN_NAME_SEND "_ZN4gloo9transport3tcp13UnboundBuffer4sendEimmm"
 #define TOCSIN_NAME_RECV "_ZN4gloo9transport3tcp13UnboundBuffer4recvEimmm"
 #define TOCSIN_NAME_WAIT_SEND \
@@ -57,6 +63,9 @@ enum Symbol : unsigned {
   SYMBOL_GROUP_RANKS,
   SYMBOL_NUMEL,
   SYMBOL_DTYPE,
+  SYMBOL_BROADCAST,
+  SYMBOL_GATHER,
+  SYMBOL_SCATTER,
   SYMBOL_COUNT,
 };
 
