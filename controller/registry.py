@@ -15,7 +15,6 @@ import msgspec
 
 from diagnosis.contracts import report as wire
 from diagnosis.contracts.columns import unpack
-from diagnosis.contracts.errors import AgentFault
 from diagnosis.contracts.report import Acknowledgement, GpuFacts, HardwareFacts, JobSample, Report
 from diagnosis.contracts.verdict import Verdict
 from diagnosis.engine.history import JobHistory
@@ -163,6 +162,12 @@ class Registry:
         done = [member.done_seq for comm in history.comms.values() for member in comm.members.values()]
         return bool(done) and min(done) >= STEPPING_ROUNDS_MIN
 
+    def moved_since(self, attempt: Attempt, at: float) -> bool:
+        """Whether any rank of the attempt has entered or left a round after `at`."""
+        history = self.histories.get(attempt)
+        quiet_since = history.quiet_since if history else None
+        return quiet_since is not None and quiet_since > at
+
     def ranks_gone(self, node: str, attempt: Attempt, now: float) -> bool | None:
         """Whether no process of the attempt lives on the node; None while its daemon is silent."""
         told = self.nodes.get(node)
@@ -217,6 +222,3 @@ def _lives(sample: JobSample) -> bool:
 def current(job: JobView | None, attempt: Attempt) -> bool:
     """Whether the attempt is what Slurm runs now under this job id."""
     return job is not None and job.restarts == attempt[1] and job.state == "RUNNING"
-
-
-__all__ = ["AgentFault", "Attempt", "JobStatus", "NodeNow", "NodeStatus", "Registry", "current"]

@@ -1,0 +1,115 @@
+"""Evidence on suspicion: what the suspects' processes are doing, asked before anybody ends them.
+
+A suspicion is earlier than a verdict. The incident's number is given out with the first question, so that the answers
+find their incident when it is opened; if the job moves on, number and answers are forgotten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final, Protocol
+
+import msgspec
+import structlog
+
+from controller.registry import Attempt
+from controller.store.base import Store
+from diagnosis.contracts.control import CollectEvent, Evidence, HelloEvent
+from diagnosis.contracts.errors import AgentFault
+from diagnosis.engine.history import JobHistory
+
+WAIT_S: Final = 5.0
+"""How long an act waits for answers that were asked for."""
+ANSWERS_MAX: Final = 64
+KIND: Final = "processes"
+_log = structlog.get_logger("gathering")
+
+
+class Channels(Protocol):
+    """The part of the control streams that is used here."""
+
+    def send(self, node: str, event: CollectEvent | HelloEvent) -> bool:
+        """False: the node's daemon does not listen now."""
+
+
+@dataclass(slots=True)
+class _Question:
+    incident: str
+    asked_at: float
+    asked: set[str] = field(default_factory=set)
+    answered: set[str] = field(default_factory=set)
+    answers: list[Evidence] = field(default_factory=list)
+    stored: bool = False
+
+
+class Gathering:
+    """One question per suspected attempt. `new_id` makes incident numbers."""
+
+    def __init__(self, store: Store, channels: Channels, new_id: Callable[[], str]) -> None:
+        self._store = store
+        self._channels = channels
+        self._new_id = new_id
+        self._questions: dict[Attempt, _Question] = {}
+
+    def ask(self, history: JobHistory, ranks: list[int], now: float) -> None:
+        """Ask the suspects' nodes once."""
+        attempt = (history.job_id, history.restart)
+        question = self._questions.get(attempt)
+        if question is None:
+            question = self._questions[attempt] = _Question(self._new_id(), now)
+        of_node: dict[str, list[int]] = {}
+        for rank in ranks:
+            of_node.setdefault(history.ranks[rank].node, []).append(rank)
+        for node, suspects in of_node.items():
+            if node in question.asked:
+                continue
+            event = CollectEvent(
+                incident=question.incident, job_id=history.job_id, restart=history.restart, ranks=suspects
+            )
+            if self._channels.send(node, event):
+                question.asked.add(node)
+                _log.info("asked", incident=question.incident, node=node, ranks=suspects)
+
+    def number(self, attempt: Attempt) -> str:
+        """The number for an incident of this attempt: the one that was asked with, or a new one."""
+        question = self._questions.get(attempt)
+        return question.incident if question and not question.stored else self._new_id()
+
+    def waiting(self, incident: str, now: float) -> bool:
+        """Whether an act should still wait for answers."""
+        question = self._of(incident)
+        if question is None or now - question.asked_at > WAIT_S:
+            return False
+        return bool(question.asked - question.answered)
+
+    async def accept(self, evidence: Evidence, now: float) -> None:
+        """An answer from a node. Raises AgentFault (reason `incident`) where nobody asked it."""
+        question = self._of(evidence.incident)
+        if question is None or evidence.node not in question.asked or len(question.answers) >= ANSWERS_MAX:
+            raise AgentFault(f"nobody asked {evidence.node} about incident {evidence.incident}", reason="incident")
+        question.answered.add(evidence.node)
+        question.answers.append(evidence)
+        if question.stored:
+            await self._keep(evidence, now)
+
+    async def opened(self, incident: str, now: float) -> None:
+        """The incident exists now: keep what came before it."""
+        question = self._of(incident)
+        if question is not None and not question.stored:
+            question.stored = True
+            for evidence in question.answers:
+                await self._keep(evidence, now)
+
+    def forget(self, attempt: Attempt) -> None:
+        """The suspicion is over, or the attempt is."""
+        self._questions.pop(attempt, None)
+
+    async def _keep(self, evidence: Evidence, now: float) -> None:
+        try:
+            await self._store.add_evidence(evidence.incident, evidence.node, KIND, msgspec.json.encode(evidence), now)
+        except AgentFault as fault:
+            _log.warning("evidence not kept", incident=evidence.incident, node=evidence.node, error=str(fault))
+
+    def _of(self, incident: str) -> _Question | None:
+        return next((question for question in self._questions.values() if question.incident == incident), None)
