@@ -114,7 +114,8 @@ class Agent:
         while (left_s := due - time.monotonic()) > 0:
             self._sooner.clear()
             try:
-                await asyncio.wait_for(self._sooner.wait(), left_s)
+                async with asyncio.timeout(left_s):
+                    await self._sooner.wait()
                 due = min(due, time.monotonic() + self._period_s)
             except TimeoutError:
                 return

@@ -35,7 +35,8 @@ class OwnThread:
             raise TimeoutError(f"{self._name} is still busy with an earlier call")
         future = self._pool.submit(call)
         try:
-            return await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(future)), deadline_s)
+            async with asyncio.timeout(deadline_s):
+                return await asyncio.shield(asyncio.wrap_future(future))
         except TimeoutError:
             if not future.done():  # else the call itself raised it
                 self._late = future

@@ -100,7 +100,8 @@ class Uplink:
             wait_until = max(self._quiet_until, self._drain_at if len(self._spool) else 0.0)
             self._offered.clear()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._offered.wait(), max(0.0, wait_until - now) if wait_until > now else None)
+                async with asyncio.timeout(wait_until - now if wait_until > now else None):
+                    await self._offered.wait()
 
     async def _settle(self, report: Spooled, spooled: bool, answer: Answer) -> None:
         """Act on how a delivery ended; see the module."""
