@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -100,7 +99,7 @@ class FrameImage:
 @contextmanager
 def idle_process(**options: Any) -> Iterator[subprocess.Popen[bytes]]:
     """A process that sleeps until the test is over."""
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], **options)
+    child = subprocess.Popen(["sleep", "600"], **options)
     try:
         yield child
     finally:
