@@ -66,7 +66,8 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The end of a case. `outcome`: resolved | partly | abandoned (a person must look)."""
+    """The end of a case. `outcome`: resolved | partly | abandoned (a person must look) | recovered (the job went on by
+    itself) | withdrawn (nothing was done, and nothing is left to do)."""
 
     outcome: str
     text: str
