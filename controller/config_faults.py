@@ -101,7 +101,7 @@ def _syntax_fault(path: Path, text: str, error: tomllib.TOMLDecodeError) -> Faul
 def _fault(path: Path, detail: ErrorDetails, lines: dict[KeyPath, int], model: type[BaseModel]) -> Fault:
     location: KeyPath = tuple(detail["loc"])
     known = next(location[:end] for end in range(len(location), -1, -1) if location[:end] in lines or end == 0)
-    return Fault(str(path), lines.get(known, 1), _dotted(location), _words(detail, location, model))
+    return Fault(str(path), lines.get(known), _dotted(location), _words(detail, location, model))
 
 
 def _words(detail: ErrorDetails, location: KeyPath, model: type[BaseModel]) -> str:

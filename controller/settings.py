@@ -18,6 +18,7 @@ from controller.config_faults import load_model
 from diagnosis.contracts.credential import SECRET_BYTES_MIN
 from diagnosis.contracts.errors import OperatorFault
 from diagnosis.engine.thresholds import Thresholds
+from remediation.policy.rules import Policy
 
 DEFAULT_PATH: Final = Path("/etc/tocsin/controller.toml")
 DEFAULT_SOCKET: Final = Path("/run/tocsin/controller.sock")
@@ -202,6 +203,11 @@ class Settings(_Section):
 def load_settings(path: Path) -> Settings:
     """The settings of a file. Raises ConfigFault naming all its faults."""
     return load_model(path, Settings)
+
+
+def load_policy(path: Path) -> Policy:
+    """The policy of a file. Raises ConfigFault naming all its faults."""
+    return load_model(path, Policy)
 
 
 def read_secret(path: Path) -> bytes:

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+import shutil
+import tempfile
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
+from controller.cli.client import ask
+from controller.control.app import ControlApp
 from controller.control.pause import Pause
 from controller.control.status import LoopStatus, View
 from controller.registry import JobStatus, NodeStatus
+from controller.servers import unix_server
+from controller.settings import Control
 from controller.store.sqlite import SqliteStore
 from diagnosis.contracts.control import Evidence, ProcessEvidence
+from tests.eventually import eventually
 from tests.unit.test_store import make_incident
 
 NOW = 1_800_000_000.0
@@ -109,3 +119,27 @@ class Reading:
         told = Evidence(incident="a1b2c3", node="gpu002", job_id=42, restart=0, processes=[process])
         await self.store.add_evidence("a1b2c3", "gpu002", "processes", msgspec.json.encode(told), NOW - 45)
         await self.store.add_evidence("a1b2c3", "gpu001", HOSTILE, b"\xff not JSON", NOW - 44)
+
+
+class ControlSite:
+    """A served control socket in a directory that everybody may enter."""
+
+    async def start(self) -> ControlSite:
+        self.directory = Path(tempfile.mkdtemp(prefix="tocsin-control-"))
+        self.directory.chmod(0o755)
+        self.reading = await Reading.open(self.directory)
+        self.socket = self.directory / "controller.sock"
+        self.app = ControlApp(self.reading.view, self.reading.pause, Control())
+        self.server = unix_server(self.app.asgi(), self.socket)
+        self._serving = asyncio.create_task(self.server.serve())
+        await eventually(lambda: self.server.started)
+        return self
+
+    async def stop(self) -> None:
+        self.server.stop()
+        await self._serving
+        await self.reading.store.close()
+        shutil.rmtree(self.directory)
+
+    async def ask(self, method: str, url: str, body: bytes | None = None) -> Any:
+        return json.loads(await asyncio.to_thread(ask, self.socket, method, url, body))

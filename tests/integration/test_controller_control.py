@@ -3,58 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import multiprocessing
 import os
-import shutil
 import socket
-import tempfile
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
 
 from controller.cli.client import Refused, Unreachable, ask
-from controller.control.app import ControlApp, user_name
+from controller.control.app import user_name
 from controller.servers import unix_server
 from controller.settings import Control
 from diagnosis.contracts.errors import OperatorFault
-from tests.eventually import eventually
-from tests.integration.controller_view import Reading
+from tests.integration.controller_view import ControlSite
 from tests.unit.test_store import make_incident
 
 NOBODY = 65534
 
 
-class Site:
-    """A served control socket in a directory that everybody may enter."""
-
-    async def start(self) -> Site:
-        self.directory = Path(tempfile.mkdtemp(prefix="tocsin-control-"))
-        self.directory.chmod(0o755)
-        self.reading = await Reading.open(self.directory)
-        self.socket = self.directory / "controller.sock"
-        self.app = ControlApp(self.reading.view, self.reading.pause, Control())
-        self.server = unix_server(self.app.asgi(), self.socket)
-        self._serving = asyncio.create_task(self.server.serve())
-        await eventually(lambda: self.server.started)
-        return self
-
-    async def stop(self) -> None:
-        self.server.stop()
-        await self._serving
-        await self.reading.store.close()
-        shutil.rmtree(self.directory)
-
-    async def ask(self, method: str, url: str, body: bytes | None = None) -> Any:
-        return json.loads(await asyncio.to_thread(ask, self.socket, method, url, body))
-
-
 @pytest_asyncio.fixture
-async def site() -> AsyncIterator[Site]:
-    started = await Site().start()
+async def site() -> AsyncIterator[ControlSite]:
+    started = await ControlSite().start()
     yield started
     await started.stop()
 
@@ -72,7 +43,7 @@ def _request_as(uid: int, path: str, request: bytes, answers: Any) -> None:
         answers.send(b"".join(iter(lambda: peer.recv(65536), b"")).decode())
 
 
-async def ask_as(uid: int, site: Site, method: str, url: str) -> str:
+async def ask_as(uid: int, site: ControlSite, method: str, url: str) -> str:
     """The raw answer that a process of `uid` gets."""
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
@@ -87,7 +58,7 @@ async def ask_as(uid: int, site: Site, method: str, url: str) -> str:
 
 
 @pytest_asyncio.fixture
-async def stranger(site: Site, monkeypatch: pytest.MonkeyPatch) -> int:
+async def stranger(site: ControlSite, monkeypatch: pytest.MonkeyPatch) -> int:
     """A uid that is no admin: nobody's. Who cannot become nobody is made a stranger to the controller instead."""
     if os.geteuid() == 0:
         return NOBODY
@@ -96,13 +67,13 @@ async def stranger(site: Site, monkeypatch: pytest.MonkeyPatch) -> int:
     return own
 
 
-async def test_everybody_may_read(site: Site, stranger: int) -> None:
+async def test_everybody_may_read(site: ControlSite, stranger: int) -> None:
     await site.reading.store.add_incident(make_incident())
     for url in ("/status", "/incidents", "/incidents/a1b2c3"):
         assert (await ask_as(stranger, site, "GET", url)).startswith("HTTP/1.1 200")
 
 
-async def test_a_stranger_may_not_pause_or_resume(site: Site, stranger: int) -> None:
+async def test_a_stranger_may_not_pause_or_resume(site: ControlSite, stranger: int) -> None:
     answer = await ask_as(stranger, site, "POST", "/pause")
     assert answer.startswith("HTTP/1.1 403") and '"not_admin"' in answer and f"uid {stranger}" in answer
     assert site.reading.pause.state() is None
@@ -112,14 +83,14 @@ async def test_a_stranger_may_not_pause_or_resume(site: Site, stranger: int) -> 
 
 
 @pytest.mark.parametrize("kind", ["uid", "gid"])
-async def test_a_configured_admin_may_and_is_recorded(site: Site, stranger: int, kind: str) -> None:
+async def test_a_configured_admin_may_and_is_recorded(site: ControlSite, stranger: int, kind: str) -> None:
     site.app.settings = Control(admin_uids=[stranger]) if kind == "uid" else Control(admin_gids=[NOBODY, os.getegid()])
     assert (await ask_as(stranger, site, "POST", "/pause")).startswith("HTTP/1.1 200")
     state = site.reading.pause.state()
     assert state is not None and state.who == await user_name(stranger)
 
 
-async def test_the_controllers_own_user_pauses_with_a_reason_and_resumes(site: Site) -> None:
+async def test_the_controllers_own_user_pauses_with_a_reason_and_resumes(site: ControlSite) -> None:
     paused = await site.ask("POST", "/pause", b'{"why": "fabric maintenance"}')
     assert paused["who"] == await user_name(os.geteuid())
     assert (await site.ask("GET", "/status"))["paused"]["why"] == "fabric maintenance"
@@ -128,7 +99,7 @@ async def test_the_controllers_own_user_pauses_with_a_reason_and_resumes(site: S
     assert (await site.ask("GET", "/status"))["paused"] is None
 
 
-async def test_the_answers_are_whole(site: Site) -> None:
+async def test_the_answers_are_whole(site: ControlSite) -> None:
     await site.reading.add_hostile_incident()
     status = await site.ask("GET", "/status")
     assert (status["schema"], status["loop"]["mode"], status["jobs"][0]["job_id"]) == ("tocsin.status/1", "act", 42)
@@ -140,7 +111,7 @@ async def test_the_answers_are_whole(site: Site) -> None:
     assert [row["told"] is None for row in detail["evidence"]] == [False, True]
 
 
-async def test_what_is_asked_wrongly_is_refused_with_a_reason(site: Site) -> None:
+async def test_what_is_asked_wrongly_is_refused_with_a_reason(site: ControlSite) -> None:
     for method, url, body, words in [
         ("GET", "/incidents/ffffff", None, "no such incident"),
         ("GET", "/incidents?limit=0", None, "limit"),
@@ -154,13 +125,13 @@ async def test_what_is_asked_wrongly_is_refused_with_a_reason(site: Site) -> Non
             await site.ask(method, url, body)
 
 
-async def test_a_pause_that_cannot_be_written_is_told(site: Site) -> None:
+async def test_a_pause_that_cannot_be_written_is_told(site: ControlSite) -> None:
     (site.directory / "paused.json.part").mkdir()
     with pytest.raises(Refused, match="not paused"):
         await site.ask("POST", "/pause")
 
 
-async def test_a_socket_that_nobody_serves_is_replaced_and_one_in_use_is_not(site: Site) -> None:
+async def test_a_socket_that_nobody_serves_is_replaced_and_one_in_use_is_not(site: ControlSite) -> None:
     with pytest.raises(OperatorFault, match="another process answers"):
         unix_server(site.app.asgi(), site.socket)
     left_over = site.directory / "left-over.sock"
@@ -172,10 +143,10 @@ async def test_a_socket_that_nobody_serves_is_replaced_and_one_in_use_is_not(sit
         unix_server(site.app.asgi(), site.directory / "absent" / "controller.sock")
 
 
-async def test_a_socket_without_a_controller_is_unreachable(site: Site) -> None:
+async def test_a_socket_without_a_controller_is_unreachable(site: ControlSite) -> None:
     with pytest.raises(Unreachable, match="No such file"):
         await asyncio.to_thread(ask, site.directory / "absent.sock", "GET", "/status")
 
 
-async def test_a_user_without_a_name_has_a_number(site: Site) -> None:
+async def test_a_user_without_a_name_has_a_number(site: ControlSite) -> None:
     assert await user_name(3_999_999_999) == "uid 3999999999"
