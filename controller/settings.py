@@ -199,6 +199,12 @@ class Settings(_Section):
     notify: Notify = Notify()
     retention: Retention = Retention()
 
+    @model_validator(mode="after")
+    def _reports_are_not_stale_when_they_come(self) -> Settings:
+        if self.detect.stale_after_s * 1000 < 2 * self.server.report_period_ms:
+            raise ValueError("detect.stale_after_s should be at least twice server.report_period_ms")
+        return self
+
 
 def load_settings(path: Path) -> Settings:
     """The settings of a file. Raises ConfigFault naming all its faults."""

@@ -86,6 +86,12 @@ url = "json://example"
     ]
 
 
+def test_a_period_that_makes_every_node_stale_is_refused(tmp_path: Path) -> None:
+    assert faults_of(tmp_path, "[server]\nreport_period_ms = 10000\n") == [
+        (None, "", "detect.stale_after_s should be at least twice server.report_period_ms")
+    ]
+
+
 def test_a_secret_in_a_wrong_place_is_not_repeated(tmp_path: Path) -> None:
     text = '[[notify.targets]]\nname = "chat"\nwebook = "https://hook.example/TOPSECRET"\nurl = 5\n'
     for _, _, words in faults_of(tmp_path, text):
