@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from remediation.policy import guards
 from remediation.policy.case import Act, ActRecord, Finished, Step, Wait
-from remediation.policy.reason import is_exactly_ours, with_action
+from remediation.policy.reason import is_exactly_ours, with_action, without_suffix
 from remediation.policy.scene import Scene, ended_at
 from remediation.policy.world import JobView
 
@@ -96,7 +96,7 @@ def _give_up_on(scene: Scene, node: str) -> Step | str:
     if refusal:
         return f"node {node} is not set DOWN: {refusal}"
     drained = "DRAIN" in view.flags
-    reason = view.reason if drained else with_action(scene.case.reason, "down")
+    reason = without_suffix(view.reason) if drained else with_action(scene.case.reason, "down")
     act = scene.attempt("set_down", node, "it alone keeps the job from starting; convicts nobody", reason=reason)
     return act or scene.failure("set_down", node)
 

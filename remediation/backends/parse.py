@@ -1,0 +1,190 @@
+"""What Slurm's commands print, as values. Strict: a line that is not understood is an error, not one line fewer.
+
+Job fields are chosen so that no text of a user stands among them: a job's name, comment or directory may hold
+anything, and `scontrol show job` prints them in line with the rest. `squeue` lets the fields be picked; width 0 prints
+each unpadded and uncut, the sign after it ends the field. 22.05 has no name for the excluded nodes in that syntax, so
+they come from the older `-o`.
+
+A node's line is `scontrol show node -o`: words `Key=value`, where `OS=` holds what the node says of itself and
+`Reason=`, `Comment=`, `Extra=` what administrators wrote. The fields that are used stand between those two kinds.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from typing import Final, NamedTuple
+
+from ClusterShell.NodeSet import RESOLVER_NOGROUP, NodeSet, NodeSetException
+
+from diagnosis.contracts.errors import SlurmFault
+from remediation.policy.world import JobView, NodeView
+
+JOB_FIELDS: Final = (
+    "JobID",
+    "HetJobID",
+    "SubmitTime",
+    "State",
+    "RestartCnt",
+    "UserID",
+    "UserName",
+    "Partition",
+    "Requeue",
+    "BatchFlag",
+    "PriorityLong",
+    "NodeList",
+    "Reason",
+)
+JOB_FORMAT: Final = ",".join(f"{name}:0|" for name in JOB_FIELDS[:-1]) + f",{JOB_FIELDS[-1]}:0"
+EXCLUDE_FORMAT: Final = "%A|%x"
+NAME_FIELDS: Final = ("JobID", "ArrayJobID", "ArrayTaskID", "HetJobID")
+NAME_FORMAT: Final = ",".join(f"{name}:0|" for name in NAME_FIELDS)
+HOSTS_MAX: Final = 1_000_000
+_NOT_SET: Final = frozenset({"", "(null)", "N/A", "None", "n/a", "Unknown"})
+_NODE: Final = re.compile(
+    r"NodeName=(?P<name>\S+) .*? Gres=(?P<gres>\S+) .* State=(?P<state>\S+) ThreadsPerCore=.*?"
+    r"(?: Partitions=(?P<partitions>\S+) .*?)? BootTime=(?P<boot>\S+) SlurmdStartTime=(?P<slurmd>\S+)(?P<rest>.*)"
+)
+_REASON: Final = re.compile(r" Reason=(?P<text>.*?) \[(?P<user>[^\s@\[\]]+)@\d{4}-\d\d-\d\dT[\d:]+\](?: |$)")
+_GPUS: Final = re.compile(r"gpu(?::[^:(),]+)?:(\d+)(?:\(.*\))?")
+
+
+class JobName(NamedTuple):
+    """How Slurm's commands must be told of one job. `text` None: it has no name of its own."""
+
+    job_id: int
+    text: str | None
+
+
+def nodes(text: str) -> dict[str, NodeView]:
+    """All nodes of `scontrol show node -o`, by name. Raises SlurmFault (reason `unreadable`)."""
+    views = [_node(line.rstrip()) for line in text.splitlines() if line.strip()]
+    return {view.name: view for view in views}
+
+
+def _node(line: str) -> NodeView:
+    found = _NODE.fullmatch(line)
+    if found is None:
+        raise _unreadable("node", line)
+    reason, user = _reason(found["rest"])
+    return NodeView(
+        name=found["name"],
+        flags=frozenset(re.sub(r"[^A-Z_+]", "", found["state"].upper()).split("+")),
+        reason=reason,
+        reason_user=user,
+        gpus=_gpus(found["gres"], line),
+        partitions=tuple(found["partitions"].split(",")) if found["partitions"] else (),
+        boot_time=_value(found["boot"]),
+        slurmd_start_time=_value(found["slurmd"]),
+    )
+
+
+def _reason(rest: str) -> tuple[str, str | None]:
+    """The reason stands before the comment; what looks like one behind it is the comment's own text."""
+    comment = rest.find(" Comment=")
+    found = _REASON.search(rest)
+    if found is None or 0 <= comment < found.start():
+        return "", None
+    return found["text"], found["user"]
+
+
+def _gpus(gres: str, line: str) -> int:
+    total = 0
+    for item in re.split(r",(?![^(]*\))", gres):
+        if item == "gpu" or item.startswith("gpu:"):
+            found = _GPUS.fullmatch(item)
+            if found is None:
+                raise _unreadable("node", line)
+            total += int(found[1])
+    return total
+
+
+def jobs(text: str, excludes: str) -> dict[int, JobView]:
+    """All jobs of the two listings, by id. Raises SlurmFault (reason `unreadable`).
+
+    A job that only one of them has came or went between the two and is left to the next picture.
+    """
+    excluded: dict[int, str] = {}
+    for line in excludes.splitlines():
+        number, sign, hosts = line.strip().partition("|")
+        if not (sign and number.isdecimal()):
+            raise _unreadable("job", line)
+        excluded[int(number)] = hosts
+    views = [_job(line, excluded) for line in text.splitlines() if line.strip()]
+    return {view.job_id: view for view in views if view.job_id in excluded}
+
+
+def _job(line: str, excluded: dict[int, str]) -> JobView:
+    values = line.strip().split("|", len(JOB_FIELDS) - 1)
+    if len(values) != len(JOB_FIELDS):
+        raise _unreadable("job", line)
+    field = dict(zip(JOB_FIELDS, values, strict=True))
+    try:
+        job_id = int(field["JobID"])
+        return JobView(
+            job_id=job_id,
+            submit_time=field["SubmitTime"],
+            state=field["State"],
+            reason="" if field["Reason"] == "None" else field["Reason"],
+            nodes=hosts(field["NodeList"]),
+            exclude=hosts(excluded.get(job_id, "")),
+            restarts=int(field["RestartCnt"]),
+            uid=int(field["UserID"]),
+            user=_value(field["UserName"]),
+            partition=_value(field["Partition"]),
+            # A component of a heterogeneous job is never requeued alone, whatever its flag says.
+            requeueable=_flag(field["Requeue"]) and field["HetJobID"] in _NOT_SET,
+            batch=_flag(field["BatchFlag"]),
+            held=int(field["PriorityLong"]) == 0 and field["State"] == "PENDING",
+        )
+    except (ValueError, NodeSetException) as error:
+        raise _unreadable("job", line) from error
+
+
+def names(text: str) -> list[JobName]:
+    """The jobs of a listing in NAME_FORMAT, and what to call them.
+
+    The id of an array task may also be that of the whole array (the last task to leave it inherits it), and a command
+    that names it acts on all tasks: a task is always called `array_task`. Raises SlurmFault (reason `unreadable`).
+    """
+    found = []
+    for line in text.splitlines():
+        values = line.strip().split("|")
+        if len(values) != len(NAME_FIELDS) + 1 or not values[0].isdecimal():
+            raise _unreadable("job", line)
+        number, array, task, het = values[: len(NAME_FIELDS)]
+        name: str | None = number if task in _NOT_SET else f"{array}_{task}" if task.isdecimal() else None
+        found.append(JobName(int(number), name if het in _NOT_SET else None))
+    return found
+
+
+@lru_cache(maxsize=4096)
+def hosts(text: str) -> tuple[str, ...]:
+    """The names in a host list such as `gpu[001-003,007]`, in order. Raises NodeSetException or ValueError."""
+    if text in _NOT_SET:
+        return ()
+    listed = NodeSet(text, resolver=RESOLVER_NOGROUP)
+    if len(listed) > HOSTS_MAX:
+        raise ValueError(f"more than {HOSTS_MAX} hosts")
+    return tuple(listed)
+
+
+def host_list(names: tuple[str, ...]) -> str:
+    """The names as one host list. Only the last number of a name is folded: Slurm refuses two brackets in one."""
+    listed = NodeSet.fromlist(names, resolver=RESOLVER_NOGROUP)
+    listed.fold_axis = (-1,)
+    return str(listed)
+
+
+def _flag(text: str) -> bool:
+    if text not in ("0", "1"):
+        raise ValueError(f"{text!r} is neither 0 nor 1")
+    return text == "1"
+
+
+def _value(text: str) -> str | None:
+    return None if text in _NOT_SET else text
+
+
+def _unreadable(what: str, line: str) -> SlurmFault:
+    return SlurmFault(f"Slurm's line about a {what} is not understood: {line[:160]!r}", reason="unreadable")
