@@ -17,6 +17,7 @@ from controller.registry import Registry
 from controller.store.base import Incident, Store
 from diagnosis.contracts.errors import SlurmFault
 from remediation.backends.base import SlurmBackend
+from remediation.backends.perform import perform
 from remediation.policy.case import Act, Case, Finished, Wait
 from remediation.policy.facts import Facts
 from remediation.policy.plan import next_step
@@ -82,7 +83,7 @@ class Actor:
         outcome: Literal["ok", "failed"] = "ok"
         detail = ""
         try:
-            await carry_out(self._backend, act)
+            await perform(self._backend, act)
         except SlurmFault as fault:
             outcome, detail = "failed", str(fault)
         done = self._clock()
@@ -90,28 +91,3 @@ class Actor:
         words = f"{act.kind} {act.target}: {outcome}{f': {detail}' if detail else ''} ({act.why})"
         await self._store.add_line(incident.id, done, words)
         _log.info("act", incident=incident.id, kind=act.kind, target=act.target, outcome=outcome, detail=detail)
-
-
-async def carry_out(backend: SlurmBackend, act: Act) -> None:
-    """One act by the backend. Raises SlurmFault."""
-    match act.kind:
-        case "drain":
-            await backend.drain(act.target, act.args["reason"])
-        case "set_down":
-            await backend.set_down(act.target, act.args["reason"])
-        case "resume":
-            await backend.resume(act.target)
-        case "undown":
-            await backend.undown(act.target)
-        case "requeue":
-            await backend.requeue(int(act.target), hold=act.args.get("hold") == "true")
-        case "set_exclude":
-            await backend.set_exclude(int(act.target), tuple(act.args["nodes"].split(",")))
-        case "start_in":
-            await backend.start_in(int(act.target), int(act.args["seconds"]))
-        case "release":
-            await backend.release(int(act.target))
-        case "signal":
-            await backend.signal(int(act.target), act.args["name"])
-        case _:
-            raise ValueError(f"{act.kind} is no act")

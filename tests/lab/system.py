@@ -212,7 +212,7 @@ def free_ports(count: int) -> list[int]:
             one.close()
 
 
-def eventually(condition: Callable[[], T], timeout_s: float, what: str, period_s: float = 0.05) -> T:
+def eventually(condition: Callable[[], T | None], timeout_s: float, what: str, period_s: float = 0.05) -> T:
     """Wait until `condition` gives something true and return it; LabError naming `what` after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while True:

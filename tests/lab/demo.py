@@ -1,0 +1,221 @@
+"""`make demo`: the whole loop on real input, told line by line.
+
+A throw-away Slurm cluster, a controller, node daemons, a chat and a real data-parallel training job; then a fault:
+
+    FAULT=s1    a throttled GPU: rank 5 is slowed and its GPU says so: two witnesses, so drain and requeue
+    FAULT=h1    rank 5 is stopped for ever: software, so the job is requeued away from it and nothing is drained
+    FAULT=none  a minute of healthy training with one long checkpoint: nothing happens
+
+Exit code 0 when the story ended as it should, 1 when not. Everything is removed at the end, whatever happened.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from tests.lab.cluster import Lab
+from tests.lab.faults import Duty, ranks, stop_forever
+from tests.lab.stack import HANG_FLOOR_S, PAGE_PORT, Stack
+from tests.lab.system import LabError, eventually
+
+CULPRIT = 5
+HEALTHY_S = 60.0
+LONG_CHECKPOINT_S = 5
+STEPPING_ROUNDS = 3
+
+
+class Story:
+    """Lines with the seconds since the demo began, and since the fault once there is one."""
+
+    def __init__(self) -> None:
+        self._began = time.time()
+        self.fault_at: float | None = None
+
+    def tell(self, text: str, at: float | None = None) -> None:
+        """One line. `at`: when it happened, seconds since the epoch; now if not given."""
+        at = time.time() if at is None else at
+        since = f" fault {at - self.fault_at:+5.1f} s" if self.fault_at is not None else ""
+        sys.stdout.write(f"[{at - self._began:6.1f} s{since}] {text}\n")
+        sys.stdout.flush()
+
+    def plain(self, text: str = "") -> None:
+        """A line without a time."""
+        sys.stdout.write(f"{text}\n")
+        sys.stdout.flush()
+
+
+class Demo:
+    """One run. `check` collects what did not end as it should."""
+
+    def __init__(self, story: Story, lab: Lab, stack: Stack) -> None:
+        self.story = story
+        self.lab = lab
+        self.stack = stack
+        self.wrong: list[str] = []
+
+    def check(self, fine: bool, expectation: str) -> None:
+        """Note an expectation that did not hold."""
+        if not fine:
+            self.wrong.append(expectation)
+
+    def train(self) -> int:
+        """Submit the user's script and wait until it trains at its normal speed."""
+        job = self.lab.submit("train.sh", env={"PAUSE_FILE": "pause"})
+        self.story.tell(f"job {job} submitted: sbatch train.sh (4 nodes, 8 ranks, DDP over gloo, no word about tocsin)")
+        self.stack.wait_healthy(job)
+        told = self.stack.job(job) or {}
+        self.story.tell(
+            f"healthy: {told['ranks_seen']} ranks on {_nodes(self.lab, job)}, {told['round_ms']} ms a round"
+        )
+        return job
+
+    def s1(self) -> None:
+        """A throttled GPU."""
+        job = self.train()
+        victim = self.stack.ranks(job)[CULPRIT]
+        self.story.fault_at = time.time()
+        with Duty(victim.pid):
+            self.stack.gpus[victim.node].throttle(CULPRIT % 2)
+            self.story.tell(
+                f"fault made: rank {CULPRIT} on {victim.node} (pid {victim.pid}) stops 60 of every 90 ms,"
+                f" and NVML says GPU{CULPRIT % 2} runs at 1080 of 1980 MHz for a hardware slow-down"
+            )
+            incident = self.act(job, victim.node)
+        reasons = self.lab.drain_reasons()
+        self.check(list(reasons) == [victim.node], f"exactly {victim.node} is drained, sinfo -R says {reasons}")
+        self.check(incident["verdict"]["class"] == "S1", "the class is S1")
+
+    def h1(self) -> None:
+        """A rank that is stopped for ever."""
+        job = self.train()
+        victim = self.stack.ranks(job)[CULPRIT]
+        self.story.fault_at = time.time()
+        stop_forever(victim.pid)
+        self.story.tell(f"fault made: rank {CULPRIT} on {victim.node} (pid {victim.pid}) is stopped for ever")
+        incident = self.act(job, victim.node)
+        self.check(self.lab.drain_reasons() == {}, f"nothing is drained, sinfo -R says {self.lab.drain_reasons()}")
+        self.check(incident["verdict"]["class"] == "H1", "the class is H1")
+        kept = [p for e in self.stack.detail(incident["id"])["evidence"] for p in e["told"]["processes"]]
+        stopped = [process for process in kept if process["rank"] == CULPRIT and process["state"] == "T"]
+        self.check(bool(stopped), "the state of the stopped process is kept as evidence")
+        if stopped:
+            stack = (stopped[0]["python_stack"] or "").strip().splitlines()
+            self.story.tell(f"kept as evidence: rank {CULPRIT} in state T, and its Python stack ({len(stack)} lines)")
+            self.check(bool(stack), "the Python stack is kept as evidence")
+
+    def none(self) -> None:
+        """No fault."""
+        job = self.train()
+        began = time.time()
+        (self.lab.work / "pause").touch()
+        self.story.tell(f"no fault: {HEALTHY_S:.0f} s of training, rank 0 takes {LONG_CHECKPOINT_S} s for a checkpoint")
+        saved = f"after {LONG_CHECKPOINT_S} s the checkpoint"
+        eventually(lambda: "saved at step" in self.lab.output(job), 30, saved, 0.2)
+        self.story.tell("the long checkpoint is saved, the others waited meanwhile")
+        eventually(lambda: time.time() - began >= HEALTHY_S, HEALTHY_S + 1, "a minute", 0.5)
+        told = self.stack.job(job) or {}
+        self.story.tell(f"after {HEALTHY_S:.0f} s: {told['rounds']} rounds, {told['round_ms']} ms a round")
+        self.check(self.stack.incidents() == [], f"no incident, there is {self.stack.incidents()}")
+        self.check(self.lab.drain_reasons() == {}, "nothing is drained")
+        self.check(self.lab.job(job)["Restarts"] == "0", "nothing is requeued")
+        self.check(self.stack.chat.posts == [], "nothing is sent")
+
+    def act(self, job: int, node: str) -> dict[str, Any]:
+        """Follow one fault from detection to the job that runs elsewhere; returns the closed incident."""
+        story, fault_at = self.story, self.story.fault_at or 0.0
+        incident = self.stack.wait_incident(job, 60)
+        story.tell(f"detected: incident {incident['id']}", incident["opened_at"])
+        verdict = incident["verdict"]
+        story.tell(f"verdict {verdict['class']}: {verdict['summary']}", incident["opened_at"])
+        story.tell(f"decided: {incident['decision']}", incident["opened_at"])
+        eventually(lambda: self.lab.job(job).get("Restarts") == "1", 60, "the job requeued")
+        for name, reason in self.lab.drain_reasons().items():
+            story.tell(f"drained, as sinfo -R says: {name}  {reason}")
+        story.tell(f"requeued: job {job} is {self.lab.job_state(job)}")
+        running_at = self._moment(lambda: self.lab.job_state(job) == "RUNNING", "the job running again")
+        nodes = self.lab.job_nodes(job)
+        story.tell(f"running elsewhere: {_nodes(self.lab, job)}", running_at)
+        self.check(node not in nodes and len(nodes) == 4, f"the job runs without {node}, it has {nodes}")
+        stepping_at = self._moment(lambda: self._steps(job), "steps of the new attempt")
+        story.tell("its ranks advance", stepping_at)
+        closed: dict[str, Any] = self.stack.wait_closed(incident["id"])["incident"]
+        story.tell(f"incident closed, {closed['outcome']}: {closed['outcome_text']}", closed["closed_at"])
+        self.check(closed["outcome"] == "resolved", f"the incident is resolved, it is {closed['outcome']}")
+        for post in self.stack.chat.wait(2):
+            story.tell("message received in the chat:", post.at)
+            story.plain(
+                "    "
+                + str(dict(post.body)["text"] if isinstance(post.body, dict) else post.body).replace("\n", "\n    ")
+            )
+        named = [culprit["rank"] for culprit in verdict["culprits"]]
+        self.check(named == [CULPRIT], f"rank {CULPRIT} is named alone, named is {named}")
+        story.plain()
+        story.plain(f"fault to verdict                     {incident['opened_at'] - fault_at:5.1f} s")
+        story.plain(f"verdict to RUNNING elsewhere         {running_at - incident['opened_at']:5.1f} s")
+        story.plain(f"verdict to the first steps there     {stepping_at - incident['opened_at']:5.1f} s")
+        return closed
+
+    def _steps(self, job: int) -> bool:
+        found = ranks(self.lab.frame_root, job, 1)
+        return len(found) == 8 and min(one.rounds_done() for one in found.values()) >= STEPPING_ROUNDS
+
+    def _moment(self, condition: Callable[[], bool], what: str) -> float:
+        eventually(condition, 90, what)
+        return time.time()
+
+
+def _nodes(lab: Lab, job: int) -> str:
+    return lab.job(job).get("NodeList", "?")
+
+
+def main() -> int:
+    """See the module."""
+    fault = os.environ.get("FAULT", "s1")
+    if fault not in ("s1", "h1", "none"):
+        sys.stderr.write(f"FAULT={fault}: should be s1, h1 or none\n")
+        return 2
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    story = Story()
+    story.plain(__doc__.strip().split("\n\n")[1])
+    story.tell(f"tocsin demo, FAULT={fault}; the hang floor is {HANG_FLOOR_S:.0f} s here, 120 s in production")
+    try:
+        with Lab(probe=True) as lab:
+            version = lab.run("sinfo", "--version").stdout.strip()
+            story.tell(f"cluster up: {version}, 8 nodes with 2 (fake) GPUs each, idle")
+            with Stack(lab) as stack:
+                return _run(fault, story, lab, stack)
+    except LabError as error:
+        story.plain(f"the demo failed: {error}")
+        return 1
+    except KeyboardInterrupt:
+        story.plain("interrupted, cleaned up")
+        return 130
+
+
+def _run(fault: str, story: Story, lab: Lab, stack: Stack) -> int:
+    story.tell("controller and 8 node daemons up, every node reports")
+    demo = Demo(story, lab, stack)
+    before, began = stack.cpu_share(), time.monotonic()
+    getattr(demo, fault)()
+    seconds = time.monotonic() - began
+    for name, used in stack.cpu_share().items():
+        story.plain(f"CPU of one core, {name:<19} {100 * (used - before[name]) / seconds:5.1f} %")
+    story.plain()
+    for expectation in demo.wrong:
+        story.plain(f"WRONG: expected that {expectation}")
+    if sys.stdin.isatty() and sys.stdout.isatty():
+        story.plain(f"The page: http://127.0.0.1:{lab.relay(PAGE_PORT)}/  The command line:")
+        story.plain(f"    .venv/bin/tocsin incidents --socket {stack.socket}")
+        story.plain("Enter ends the demo and removes everything.")
+        sys.stdin.readline()
+    story.tell("cleaning up")
+    return 1 if demo.wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
