@@ -39,11 +39,8 @@ PATH_CHARACTERS = NODE_CHARACTERS | frozenset("/@+,=~%")
 
 def main() -> None:
     """Prints the export lines, or nothing."""
-    try:
-        lines = export_lines(os.environ)
-    except (OSError, ValueError, KeyError):
-        return
-    sys.stdout.write("".join(line + "\n" for line in lines))
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        sys.stdout.write("".join(line + "\n" for line in export_lines(os.environ)))
 
 
 def export_lines(environ: "Mapping[str, str]") -> "list[str]":
