@@ -35,6 +35,7 @@ from diagnosis.contracts.control import (
     ProcessEvidence,
 )
 from node_daemon.client import Client
+from node_daemon.collectors.owner import acting_as
 from node_daemon.collectors.process import STATE_GONE, STATE_UNKNOWN, Processes
 from node_daemon.log import EventLog
 from node_daemon.threads import OwnThread
@@ -113,9 +114,9 @@ class EvidenceCollector:
             seen = await self._thread.run(
                 lambda: [look_at(suspect, text_bytes_max) for suspect in suspects], max(0.1, ends_at - time.monotonic())
             )
-        except TimeoutError:
-            note = ["/proc did not answer in time"]
-            seen = [ProcessEvidence(rank=s.rank, pid=s.pid, notes=note) for s in suspects]
+        except OSError as error:  # TimeoutError is one
+            note = f"/proc was not read: {error}"
+            seen = [ProcessEvidence(rank=s.rank, pid=s.pid, notes=[note]) for s in suspects]
         if event.stacks:
             turns = asyncio.Semaphore(_STACKS_AT_ONCE)
             jobs = [self._add_stack(s, p, turns, ends_at, text_bytes_max) for s, p in zip(suspects, seen, strict=True)]
@@ -162,8 +163,9 @@ def look_at(suspect: Suspect, text_bytes_max: int, processes: Processes | None =
         note = "the process does not belong to the job's user"
         return ProcessEvidence(rank=suspect.rank, pid=suspect.pid, notes=[note])
     notes: list[str] = []
-    wchan = _read(suspect.pid, "wchan", 256, notes)
-    stack = _read(suspect.pid, "stack", text_bytes_max, notes)
+    with acting_as(suspect.uid, suspect.gid):  # whose files these are; CAP_SYS_ADMIN still counts for `stack`
+        wchan = _read(suspect.pid, "wchan", 256, notes)
+        stack = _read(suspect.pid, "stack", text_bytes_max, notes)
     if processes.state(suspect.pid, suspect.start_ticks, suspect.uid) == STATE_GONE:
         return ProcessEvidence(rank=suspect.rank, pid=suspect.pid, state="X", notes=["the process has just ended"])
     return ProcessEvidence(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -105,3 +106,16 @@ def idle_process(**options: Any) -> Iterator[subprocess.Popen[bytes]]:
     finally:
         child.kill()
         child.wait()
+
+
+@contextmanager
+def waiting_python(function: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A Python process that sleeps in a function of this name until the test is over."""
+    program = f"import time\ndef {function}():\n    print(flush=True)\n    time.sleep(600)\n{function}()\n"
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as child:
+        try:
+            assert child.stdout is not None
+            child.stdout.readline()
+            yield child
+        finally:
+            child.kill()

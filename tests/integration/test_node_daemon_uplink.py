@@ -7,6 +7,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -20,9 +21,12 @@ from node_daemon.client import Client
 from node_daemon.events import ControlEvent, listen
 from node_daemon.spool import Spool, Spooled
 from node_daemon.uplink import Uplink
+from tests import eventually as waiting
 
 SECRET = b"s" * 32
 NODE = "gpu001"
+eventually = partial(waiting.eventually, within_s=60.0)
+"""Patient: a machine that runs other tests beside this one may need seconds to start a Python process."""
 BOOT = "boot-a"
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -123,12 +127,6 @@ def spooled(sample: int, age_ms: int = 0) -> Spooled:
     return Spooled(1000, sample, BOOT, now, time.time_ns() - age_ms * 1_000_000, body)
 
 
-async def until(condition: Callable[[], bool], deadline_s: float = 10.0) -> None:
-    async with asyncio.timeout(deadline_s):
-        while not condition():  # noqa: ASYNC110 - what is waited for happens in files and counters
-            await asyncio.sleep(0.005)
-
-
 @dataclass
 class Node:
     """A daemon's side of the wire."""
@@ -165,7 +163,7 @@ async def test_a_report_is_acknowledged_and_leaves_no_trace(controller: Controll
     async with running(controller, tmp_path) as node:
         for sample in range(1, 4):
             node.uplink.offer(spooled(sample))
-            await until(lambda: len(controller.samples) == sample)  # noqa: B023 - awaited within the turn
+            await eventually(lambda: len(controller.samples) == sample)  # noqa: B023 - awaited within the turn
     assert controller.samples == [1, 2, 3]
     assert [item.counter for item in controller.received] == [1, 2, 3]
     assert list((tmp_path / "spool").iterdir()) == []
@@ -177,8 +175,8 @@ async def test_a_lost_acknowledgement_brings_the_report_again_with_a_new_number(
     controller.answers = [cut]
     async with running(controller, tmp_path) as node:
         node.uplink.offer(spooled(1))
-        await until(lambda: len(controller.received) == 2)
-        await until(lambda: len(node.spool) == 0)
+        await eventually(lambda: len(controller.received) == 2)
+        await eventually(lambda: len(node.spool) == 0)
     assert controller.samples == [1, 1]
     assert controller.received[0].counter < controller.received[1].counter
 
@@ -187,7 +185,7 @@ async def test_no_answer_within_the_deadline_is_no_acknowledgement(controller: C
     controller.answers = [silence]
     async with running(controller, tmp_path, timeout_s=0.2) as node:
         node.uplink.offer(spooled(1))
-        await until(lambda: controller.samples == [1, 1])
+        await eventually(lambda: controller.samples == [1, 1])
 
 
 @pytest.mark.parametrize(
@@ -200,9 +198,9 @@ async def test_what_the_controller_will_never_take_is_sent_once(
     controller.answers = [answer(status, reason)]
     async with running(controller, tmp_path) as node:
         node.uplink.offer(spooled(1))
-        await until(lambda: controller.samples == [1])
+        await eventually(lambda: controller.samples == [1])
         node.uplink.offer(spooled(2))
-        await until(lambda: 2 in controller.samples)
+        await eventually(lambda: 2 in controller.samples)
         assert (len(node.spool), node.uplink.dropped) == (0, 0)
     assert controller.samples == [1, 2]
 
@@ -211,10 +209,10 @@ async def test_a_spooled_report_that_is_refused_leaves_the_spool(controller: Con
     controller.answers = [answer(500), answer(400, "garbage")]
     async with running(controller, tmp_path) as node:
         node.uplink.offer(spooled(1))
-        await until(lambda: controller.samples == [1, 1])
-        await until(lambda: len(node.spool) == 0)
+        await eventually(lambda: controller.samples == [1, 1])
+        await eventually(lambda: len(node.spool) == 0)
         node.uplink.offer(spooled(2))
-        await until(lambda: controller.samples == [1, 1, 2])
+        await eventually(lambda: controller.samples == [1, 1, 2])
 
 
 @pytest.mark.parametrize("strange", [answer(200), answer(204), answer(302, Location="/v1/elsewhere"), answer(502)])
@@ -224,7 +222,7 @@ async def test_an_answer_that_is_no_acknowledgement_keeps_the_report(
     controller.answers = [strange]
     async with running(controller, tmp_path) as node:
         node.uplink.offer(spooled(1))
-        await until(lambda: controller.samples == [1, 1])
+        await eventually(lambda: controller.samples == [1, 1])
 
 
 async def test_a_busy_controller_is_left_alone_for_as_long_as_it_asks(controller: Controller, tmp_path: Path) -> None:
@@ -232,10 +230,10 @@ async def test_a_busy_controller_is_left_alone_for_as_long_as_it_asks(controller
     async with running(controller, tmp_path) as node:
         began = time.monotonic()
         node.uplink.offer(spooled(1))
-        await until(lambda: controller.samples == [1])
+        await eventually(lambda: controller.samples == [1])
         node.uplink.offer(spooled(2))
         node.uplink.offer(spooled(3))
-        await until(lambda: sorted(controller.samples) == [1, 1, 2, 3])
+        await eventually(lambda: sorted(controller.samples) == [1, 1, 2, 3])
     assert time.monotonic() - began >= 1.0
     assert controller.samples[1] == 3
 
@@ -247,7 +245,7 @@ async def test_a_retry_after_that_is_no_number_of_seconds_is_passed_over(
     controller.answers = [answer(503, "busy", Retry_After=wait)]
     async with running(controller, tmp_path) as node:
         node.uplink.offer(spooled(1))
-        await until(lambda: controller.samples == [1, 1])
+        await eventually(lambda: controller.samples == [1, 1])
 
 
 async def test_while_the_controller_is_away_reports_wait_and_then_arrive_newest_first_the_rest_in_order_with_true_ages(
@@ -257,11 +255,11 @@ async def test_while_the_controller_is_away_reports_wait_and_then_arrive_newest_
     async with running(controller, tmp_path) as node:
         for sample in range(1, 6):
             node.uplink.offer(spooled(sample, age_ms=(10 - sample) * 1000))
-            await until(lambda: len(node.spool) >= sample - 1)  # noqa: B023 - awaited within the turn
-        await until(lambda: len(node.spool) == 5)
+            await eventually(lambda: len(node.spool) >= sample - 1)  # noqa: B023 - awaited within the turn
+        await eventually(lambda: len(node.spool) == 5)
         node.uplink.offer(spooled(6))
         await controller.start()
-        await until(lambda: len(controller.received) >= 6 and len(node.spool) == 0)
+        await eventually(lambda: len(controller.received) >= 6 and len(node.spool) == 0)
     assert controller.samples[0] == 6
     assert controller.samples[1:] == [1, 2, 3, 4, 5]
     for item in controller.received[1:]:
@@ -273,13 +271,13 @@ async def test_what_is_undelivered_at_the_end_is_found_by_the_next_life(controll
     controller.answers = [silence]
     async with running(controller, tmp_path) as node:
         node.uplink.offer(spooled(1))
-        await until(lambda: controller.samples == [1])
+        await eventually(lambda: controller.samples == [1])
         node.uplink.offer(spooled(2))
         node.uplink.offer(spooled(3))
     assert len(list((tmp_path / "spool").iterdir())) == 3
     async with running(controller, tmp_path):
-        await until(lambda: controller.samples == [1, 1, 2, 3])
-        await until(lambda: not list((tmp_path / "spool").iterdir()))
+        await eventually(lambda: controller.samples == [1, 1, 2, 3])
+        await eventually(lambda: not list((tmp_path / "spool").iterdir()))
 
 
 async def test_events_are_handed_over_and_a_lost_stream_is_opened_again(controller: Controller, tmp_path: Path) -> None:
@@ -297,7 +295,7 @@ async def test_events_are_handed_over_and_a_lost_stream_is_opened_again(controll
     heard: list[ControlEvent] = []
     async with running(controller, tmp_path) as node:
         task = asyncio.create_task(listen(node.client, heard.append, Backoff(base_s=0.01, most_s=0.02)))
-        await until(lambda: len(heard) == 2)
+        await eventually(lambda: len(heard) == 2)
         task.cancel()
         await asyncio.wait([task])
     assert heard == [hello, collect]

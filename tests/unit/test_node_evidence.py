@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -19,16 +17,9 @@ from diagnosis.contracts.control import EVIDENCE_BYTES_MAX, PROCESSES_MAX, TEXT_
 from node_daemon import evidence
 from node_daemon.client import Answer, Client
 from node_daemon.evidence import EvidenceCollector, Suspect, look_at
-from tests.nodeframes import idle_process, start_ticks
+from tests.nodeframes import idle_process, start_ticks, waiting_python
 
 NOBODY = 65534
-PROGRAM = """
-import time
-def wait_for_the_others():
-    print("ready", flush=True)
-    time.sleep(600)
-wait_for_the_others()
-"""
 
 
 class Controller(Client):
@@ -48,7 +39,7 @@ def state_of(pid: int) -> str:
 
 
 def wait_for_state(pid: int, letters: str) -> None:
-    ends_at = time.monotonic() + 10
+    ends_at = time.monotonic() + 60
     while state_of(pid) not in letters:
         assert time.monotonic() < ends_at
 
@@ -56,16 +47,11 @@ def wait_for_state(pid: int, letters: str) -> None:
 @pytest.fixture
 def stopped() -> Iterator[Suspect]:
     """A Python process stopped for ever in a function of its own."""
-    with subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE) as child:
-        try:
-            assert child.stdout is not None
-            assert child.stdout.readline() == b"ready\n"
-            wait_for_state(child.pid, "S")
-            child.send_signal(signal.SIGSTOP)
-            wait_for_state(child.pid, "T")
-            yield Suspect(3, child.pid, start_ticks(child.pid), os.getuid(), os.getgid())
-        finally:
-            child.kill()
+    with waiting_python("wait_for_the_others") as child:
+        wait_for_state(child.pid, "S")
+        child.send_signal(signal.SIGSTOP)
+        wait_for_state(child.pid, "T")
+        yield Suspect(3, child.pid, start_ticks(child.pid), os.getuid(), os.getgid())
 
 
 def collector(*suspects: Suspect, client: Client | None = None, **options: str | int) -> EvidenceCollector:
@@ -191,7 +177,7 @@ async def test_evidence_of_many_processes_fits_into_one_request(stopped: Suspect
 
 async def _run_until(one: EvidenceCollector, controller: Controller, posts: int) -> None:
     task = asyncio.create_task(one.run())
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while len(controller.posted) < posts:  # noqa: ASYNC110 - what is waited for is a list of another class
             await asyncio.sleep(0.005)
     task.cancel()

@@ -137,7 +137,7 @@ class Hanging(NvmlSource):
 
 
 async def _until_state(monitor: NvmlMonitor, state: str) -> HardwareFacts:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while True:
             facts = monitor.facts()
             if facts is not None and facts.state == state:
@@ -157,7 +157,7 @@ async def test_a_driver_that_does_not_answer_is_hung_with_a_growing_age_until_it
         assert "no answer" in first.detail
         assert first.age_ms >= 50
         reads = source.reads
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while (later := monitor.facts()) and later.age_ms < first.age_ms + 100:  # noqa: ASYNC110 - a clock's doing
                 await asyncio.sleep(0.005)
         assert later is not None
@@ -179,7 +179,7 @@ async def test_a_thread_that_is_stuck_refuses_further_calls_at_once_and_serves_a
         with pytest.raises(TimeoutError, match="busy"):
             await thread.run(lambda: True, 10)
         free.set()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while thread.hung:  # noqa: ASYNC110 - another thread's doing
                 await asyncio.sleep(0.005)
         assert await thread.run(lambda: 7, 10) == 7
