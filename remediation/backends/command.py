@@ -1,9 +1,8 @@
 """One command of Slurm as a subprocess: a deadline, bounded output, an end with its parent, a fault with a word.
 
-Nothing goes through a shell. A command that outlives its deadline is killed with its whole process group; one that
-cannot even be killed (stuck in the kernel) is left behind after a second and not waited for. A command must not
-outlive the controller either: the next controller decides from what Slurm shows, and a late act of a dead one would
-come on top of it.
+Nothing goes through a shell. A command that outlives its deadline is killed with its whole process group, and not
+waited for: it may be stuck in the kernel. A command must not outlive the controller either: the next controller
+decides from what Slurm shows, and a late act of a dead one would come on top of it.
 """
 
 from __future__ import annotations
@@ -20,8 +19,6 @@ from typing import Final
 from diagnosis.contracts.errors import SlurmFault
 
 STDERR_BYTES_MAX: Final = 16 << 10
-_CHUNK: Final = 1 << 16
-_REAP_S: Final = 1.0
 _KEPT_ENVIRONMENT: Final = ("PATH", "HOME", "LD_LIBRARY_PATH", "SLURM_CONF", "TZ")
 """All that a command gets to see. SQUEUE_FORMAT, SLURM_CLUSTERS and the like would change what it says and to whom."""
 _PR_SET_PDEATHSIG: Final = 1
@@ -44,13 +41,12 @@ async def run(argv: Sequence[str], *, deadline_s: float, output_bytes_max: int) 
     `missing` no such command; `timeout` no answer in time; `oversized` more output than allowed; else by the command's
     own words `unreachable`, `permission`, `unknown_job`, `unknown_node`, or `refused` for all others.
     """
-    name = Path(argv[0]).name
+    loop, name = asyncio.get_running_loop(), Path(argv[0]).name
     try:
-        process = await asyncio.create_subprocess_exec(
+        transport, told = await loop.subprocess_exec(
+            lambda: _Told(loop, output_bytes_max),
             *argv,
             stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
             env=_environment(os.environ),
             start_new_session=True,
             preexec_fn=_end_with_parent(os.getpid()),
@@ -60,15 +56,54 @@ async def run(argv: Sequence[str], *, deadline_s: float, output_bytes_max: int) 
         raise SlurmFault(text, reason="missing") from error
     try:
         async with asyncio.timeout(deadline_s):
-            out, err = await _read(process, name, output_bytes_max)
-            code = await process.wait()
+            await told.ended
     except TimeoutError as error:
         raise SlurmFault(f"{' '.join(argv)[:200]}: no answer within {deadline_s:g} s", reason="timeout") from error
     finally:
-        await _end(process)
+        if transport.get_returncode() is None:
+            _kill_group(transport.get_pid())
+        transport.close()
+    if told.too_much:
+        raise SlurmFault(f"{name} printed more than {output_bytes_max} bytes", reason="oversized")
+    code = transport.get_returncode()
     if code != 0:
-        raise _fault(name, code, out, err)
-    return out
+        raise _fault(name, code, told.text(1), told.text(2))
+    return told.text(1)
+
+
+class _Told(asyncio.SubprocessProtocol):
+    """What a command said. `ended`: it exited and all its output is here, or there was too much of it."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, output_bytes_max: int) -> None:
+        self.ended: asyncio.Future[None] = loop.create_future()
+        self.too_much = False
+        self._left = {1: output_bytes_max, 2: STDERR_BYTES_MAX}
+        self._parts: dict[int, list[bytes]] = {1: [], 2: []}
+
+    def pipe_data_received(self, fd: int, data: bytes) -> None:
+        self._parts[fd].append(data[: self._left[fd]])
+        self._left[fd] -= min(len(data), self._left[fd])
+        if fd == 1 and len(data) > len(self._parts[1][-1]):
+            self.too_much = True
+            self._end()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end()
+
+    def _end(self) -> None:
+        if not self.ended.done():
+            self.ended.set_result(None)
+
+    def text(self, fd: int) -> str:
+        return b"".join(self._parts[fd]).decode(errors="replace")
+
+
+def _kill_group(pid: int) -> None:
+    """The command itself and whatever it started: nothing of it may act any more."""
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
 
 
 def _environment(own: Mapping[str, str]) -> dict[str, str]:
@@ -90,38 +125,7 @@ def _end_with_parent(parent: int) -> Callable[[], None]:
     return arm
 
 
-async def _read(process: asyncio.subprocess.Process, name: str, output_bytes_max: int) -> tuple[str, str]:
-    assert process.stdout is not None and process.stderr is not None
-    out, err = await asyncio.gather(
-        _bounded(process.stdout, output_bytes_max + 1), _bounded(process.stderr, STDERR_BYTES_MAX)
-    )
-    if len(out) > output_bytes_max:
-        raise SlurmFault(f"{name} printed more than {output_bytes_max} bytes", reason="oversized")
-    return out.decode(errors="replace"), err.decode(errors="replace")
-
-
-async def _bounded(stream: asyncio.StreamReader, bytes_max: int) -> bytes:
-    parts: list[bytes] = []
-    left = bytes_max
-    while left > 0 and (part := await stream.read(min(_CHUNK, left))):
-        parts.append(part)
-        left -= len(part)
-    return b"".join(parts)
-
-
-async def _end(process: asyncio.subprocess.Process) -> None:
-    """The whole group is gone, or unkillable."""
-    if process.returncode is not None:
-        return
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-        async with asyncio.timeout(_REAP_S):
-            await process.wait()
-    except (ProcessLookupError, TimeoutError):
-        return
-
-
-def _fault(name: str, code: int, out: str, err: str) -> SlurmFault:
+def _fault(name: str, code: int | None, out: str, err: str) -> SlurmFault:
     said = " ".join((err.strip() or out.strip() or f"exit status {code}, not a word").split())[:400]
     reason = next((word for word, pattern in _REASONS if re.search(pattern, said, re.IGNORECASE)), "refused")
     return SlurmFault(f"{name}: {said}", reason=reason)

@@ -52,7 +52,8 @@ class ScontrolBackend:
             self._run(*squeue, "-O", parse.JOB_FORMAT, bytes_max=SNAPSHOT_BYTES_MAX),
             self._run(*squeue, "-o", parse.EXCLUDE_FORMAT, bytes_max=SNAPSHOT_BYTES_MAX),
         )
-        return World(taken_at, parse.nodes(nodes), parse.jobs(jobs, excludes))
+        # In a thread: a big cluster takes tenths of a second, and the nodes' reports must not wait for that.
+        return await asyncio.to_thread(lambda: World(taken_at, parse.nodes(nodes), parse.jobs(jobs, excludes)))
 
     async def _node(self, name: str) -> NodeView:
         if not _NAME.fullmatch(name):
