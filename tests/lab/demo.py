@@ -133,6 +133,7 @@ class Demo:
         verdict = incident["verdict"]
         story.tell(f"verdict {verdict['class']}: {verdict['summary']}", incident["opened_at"])
         story.tell(f"decided: {incident['decision']}", incident["opened_at"])
+        self._show_message(1)
         eventually(lambda: self.lab.job(job).get("Restarts") == "1", 60, "the job requeued")
         for name, reason in self.lab.drain_reasons().items():
             story.tell(f"drained, as sinfo -R says: {name}  {reason}")
@@ -146,12 +147,7 @@ class Demo:
         closed: dict[str, Any] = self.stack.wait_closed(incident["id"])["incident"]
         story.tell(f"incident closed, {closed['outcome']}: {closed['outcome_text']}", closed["closed_at"])
         self.check(closed["outcome"] == "resolved", f"the incident is resolved, it is {closed['outcome']}")
-        for post in self.stack.chat.wait(2):
-            story.tell("message received in the chat:", post.at)
-            story.plain(
-                "    "
-                + str(dict(post.body)["text"] if isinstance(post.body, dict) else post.body).replace("\n", "\n    ")
-            )
+        self._show_message(2)
         named = [culprit["rank"] for culprit in verdict["culprits"]]
         self.check(named == [CULPRIT], f"rank {CULPRIT} is named alone, named is {named}")
         story.plain()
@@ -159,6 +155,12 @@ class Demo:
         story.plain(f"verdict to RUNNING elsewhere         {running_at - incident['opened_at']:5.1f} s")
         story.plain(f"verdict to the first steps there     {stepping_at - incident['opened_at']:5.1f} s")
         return closed
+
+    def _show_message(self, number: int) -> None:
+        post = self.stack.chat.wait(number)[number - 1]
+        text = str(post.body["text"] if isinstance(post.body, dict) else post.body)
+        self.story.tell("message received in the chat:", post.at)
+        self.story.plain("    " + text.replace("\n", "\n    "))
 
     def _steps(self, job: int) -> bool:
         found = ranks(self.lab.frame_root, job, 1)
