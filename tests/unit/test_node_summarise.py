@@ -157,7 +157,7 @@ def test_round_numbers_beyond_32_bits_are_whole() -> None:
     assert tables(look(sample_of(frame.tobytes()))[0])[2]["seq"].tolist() == [(5 << 32) + 11]
 
 
-def test_the_signature_is_that_of_the_newest_round_or_unknown() -> None:
+def test_the_signature_is_that_of_the_newest_round_worked_out_where_it_was_not_written() -> None:
     frame = image()
     frame.enter(signature=5)
     assert tables(look(sample_of(frame.tobytes()))[0])[1][0]["signature"] == 5
@@ -166,7 +166,28 @@ def test_the_signature_is_that_of_the_newest_round_or_unknown() -> None:
     frame.slots[0]["open"][0] = (2, 0, 0, 6)
     assert tables(look(sample_of(frame.tobytes()))[0])[1][0]["signature"] == 6
     frame.slots[0]["open"][0] = (0, 0, 0, 0)
-    assert tables(look(sample_of(frame.tobytes()))[0])[1][0]["signature"] == U4
+    slots = frame.slots[:1]
+    wanted = probeframe.signatures(slots["op"], slots["dtype"], slots["count"], slots["root"])[0]
+    assert tables(look(sample_of(frame.tobytes()))[0])[1][0]["signature"] == wanted
+    assert tables(look(sample_of(image().tobytes()))[0])[1][0]["signature"] == U4
+
+
+def test_a_round_whose_operation_was_not_known_has_no_signature() -> None:
+    frame = image()
+    frame.step()
+    frame.slots[0]["rounds"]["signature"] = probeframe.SIGNATURE_UNKNOWN
+    assert tables(look(sample_of(frame.tobytes()))[0])[2]["signature"].tolist() == [U4]
+
+
+def test_rounds_on_both_sides_of_the_32_bit_boundary_keep_their_numbers() -> None:
+    frame = image()
+    frame.slots[0]["enqueued"] = frame.slots[0]["done"] = (1 << 32) - 3
+    for _ in range(5):
+        frame.step()
+    told = tables(look(sample_of(frame.tobytes()))[0])[2]["seq"].tolist()
+    # The entry of number 2^32 says 0 and counts as unused.
+    assert set(told) <= {(1 << 32) + offset for offset in (-2, -1, 1, 2)}
+    assert (1 << 32) + 2 in told and (1 << 32) - 1 in told
 
 
 def test_rows_of_several_frames_point_at_their_own_rank() -> None:
