@@ -1,9 +1,8 @@
 """Slurm in memory: nodes and batch jobs as far as a case touches them, on a clock that the test moves.
 
 It obeys the backend's Protocol and imitates what was measured of the real one (22.05): a requeue counts the restart at
-once, leaves the job COMPLETING until its nodes let go, then PENDING with a delay of the credential's life; a job made
-to start in the second of its requeue is destroyed; a node set DOWN is given up on, and a plainly requeued job then
-starts at once; RESUME of a node that is neither down nor drained is refused.
+once, leaves the job COMPLETING until its nodes let go, then PENDING with a delay of the credential's life; a node set
+DOWN is given up on, and a plainly requeued job then starts at once; RESUME of a node in service is refused.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ class FakeJob:
     view: JobView
     size: int
     begin_at: float = 0.0
-    requeued_at: float | None = None
     let_go_at: float | None = None
     signals: list[str] = field(default_factory=list)
 
@@ -49,7 +47,14 @@ class FakeSlurm:
 
     # -- what a test does --------------------------------------------------------------------------------------------
 
-    def submit(self, *nodes: str, job_id: int = 42, exclude: tuple[str, ...] = (), batch: bool = True) -> JobView:
+    def submit(
+        self,
+        *nodes: str,
+        job_id: int = 42,
+        exclude: tuple[str, ...] = (),
+        batch: bool = True,
+        requeueable: bool = True,
+    ) -> JobView:
         """A job that runs on these nodes."""
         view = JobView(
             job_id=job_id,
@@ -61,7 +66,7 @@ class FakeSlurm:
             uid=1000,
             user="ada",
             partition="main",
-            requeueable=True,
+            requeueable=requeueable,
             batch=batch,
         )
         self.jobs[job_id] = FakeJob(view, len(nodes))
@@ -79,6 +84,10 @@ class FakeSlurm:
         view = self.nodes[name]
         flags = (view.flags | set(add.split())) - set(remove.split())
         self.nodes[name] = replace(view, flags=frozenset(flags), reason=view.reason if reason is None else reason)
+
+    def cancel(self, job_id: int) -> None:
+        """What its user does."""
+        self.change_job(job_id, lambda view: replace(view, state="CANCELLED", held=False))
 
     def change_job(self, job_id: int, change: Callable[[JobView], JobView]) -> None:
         """Somebody else's hand on a job."""
@@ -139,10 +148,9 @@ class FakeSlurm:
 
     async def start_in(self, job_id: int, seconds: int) -> None:
         self._may_fail("start_in", str(job_id))
-        job = self._pending(job_id)
         if seconds < 2:
             raise ValueError("a job starts 2 seconds from now at the earliest")
-        job.begin_at = self.now + seconds
+        self._pending(job_id).begin_at = self.now + seconds
 
     async def release(self, job_id: int) -> None:
         self._may_fail("release", str(job_id))
@@ -182,7 +190,6 @@ class FakeSlurm:
         return job
 
     def _requeue(self, job: FakeJob, *, hold: bool) -> None:
-        job.requeued_at = self.now
         job.let_go_at = self.now + LET_GO_S
         job.begin_at = self.now + self.credential_s
         job.view = replace(
@@ -207,9 +214,6 @@ class FakeSlurm:
     def _start(self, job: FakeJob) -> None:
         view = job.view
         if view.state != "PENDING" or view.held or self.now < job.begin_at:
-            return
-        if job.requeued_at is not None and int(job.begin_at) <= int(job.requeued_at):
-            job.view = replace(view, state="FAILED", reason="Job credential revoked")
             return
         busy = {name for other in self.jobs.values() if other is not job for name in other.view.nodes}
         free = [

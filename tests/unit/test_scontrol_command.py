@@ -40,7 +40,7 @@ async def gone(pid: int) -> bool:
     def ended() -> bool:
         try:
             return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-        except FileNotFoundError:
+        except (FileNotFoundError, ProcessLookupError):
             return True
 
     await eventually(ended, 5)
