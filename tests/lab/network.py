@@ -117,10 +117,13 @@ def remove_namespaces(names: list[str]) -> None:
 
 
 def _ip(namespace: str, *commands: str) -> None:
-    """Run `ip` commands in one go, inside a named namespace when one is given."""
-    where = ["-n", namespace] if namespace else []
-    argv = ["ip", *where, "-batch", "-"]
-    done = subprocess.run(argv, input="\n".join(commands) + "\n", text=True, capture_output=True, timeout=30)
+    """Run `ip` commands in one go, inside a named namespace when one is given.
+
+    Not by `ip -n`: that changes mounts too, and fails where `/` is no mount point (a plain chroot).
+    """
+    enter = ["nsenter", f"--net={RUN_NETNS / namespace}"] if namespace else []
+    text = "\n".join(commands) + "\n"
+    done = subprocess.run([*enter, "ip", "-batch", "-"], input=text, text=True, capture_output=True, timeout=30)
     if done.returncode != 0:
         raise LabError(f"ip: {done.stderr.strip() or done.stdout.strip()}")
 
