@@ -141,6 +141,12 @@ class LabCluster:
     async def rest(self) -> None:
         await asyncio.sleep(0.1)
 
+    def restart_slurmctld(self) -> None:
+        """Stop it in order, so that it saves its state, and start it again."""
+        self.lab.run("scontrol", "shutdown", "slurmctld")
+        self.lab._daemons["slurmctld"].wait(20)
+        self.lab.start_slurmctld()
+
     def tidy(self) -> None:
         """Everything as it was: no job, every node in service."""
         for node in sorted(self._frozen):
