@@ -386,7 +386,7 @@ def test_the_stride_follows_the_rate_of_rounds(driver: Driver) -> None:
 def test_threads_at_once_lose_no_round_and_no_step(driver: Driver) -> None:
     driver.ask("group world 1 4 0,1,2,3")
     driver.ask("realtime")
-    driver.ask("storm world 4 20000")
+    driver.ask("storm world 4 20000 1")
     slot = only_slot(driver)
     total = 4 * 20000
     assert [int(slot[name]) for name in ("enqueued", "started", "done", "errors")] == [total, total, total, 0]

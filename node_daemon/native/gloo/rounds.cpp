@@ -64,14 +64,14 @@ Round* find_round(const void* work) {
 }
 
 // A place for a new round. A round with the same key never ran: its work object died and its address is used again.
+// (One that lies behind the new round's place is never found before it.)
 Round* claim_round(const void* work) {
-  Round* stale = find_round(work);
-  if (stale) {
-    round_ended(work, true);
-  }
   const uint32_t hash = hash_of(work);
   for (uint32_t i = 0; i < kProbesMax; ++i) {
     Round& round = g_rounds[(hash + i) % kRoundsMax];
+    if (load(round.work) == work) {
+      round_ended(work, true);
+    }
     if (!load(round.work) && swap_if<const void*>(round.work, nullptr, work)) {
       return &round;
     }
@@ -150,6 +150,9 @@ tocsin_open* claim_open(tocsin_slot& slot, const Round& round) {
   }
   return nullptr;
 }
+
+// One more, in a field that no other thread writes.
+void bump(uint32_t& field) { store(field, load(field) + 1); }
 
 void release_open(tocsin_open& open) {
   store(open.send_steps, 0u);
@@ -271,7 +274,9 @@ void step_waiting(const void* buffer, uint8_t direction) {
   if (!thread.round) {
     return;
   }
-  thread.waiting_since_ns = now_ns();
+  if (direction == TOCSIN_WAITSTATE_RECV) {
+    thread.waiting_since_ns = now_ns();
+  }
   const Posted& posted = thread.posted[hash_of(buffer) % kBuffersMax];
   const int32_t peer = direction == TOCSIN_WAITSTATE_SEND ? posted.send_peer : posted.recv_peer;
   thread.waiting_on = posted.buffer == buffer && peer >= 0 ? &lane_of(*thread.slot, peer) : nullptr;
@@ -295,7 +300,7 @@ void step_done(int32_t peer, uint8_t direction) {
   if (direction == TOCSIN_WAITSTATE_SEND) {
     add(thread.slot->send_steps, 1);
     if (thread.open) {
-      add(thread.open->send_steps, 1);
+      bump(thread.open->send_steps);
     }
     if (lane) {
       add(lane->send_steps, 1);
@@ -304,7 +309,7 @@ void step_done(int32_t peer, uint8_t direction) {
   }
   add(thread.slot->recv_steps, 1);
   if (thread.open) {
-    add(thread.open->recv_steps, 1);
+    bump(thread.open->recv_steps);
   }
   if (lane) {
     add(lane->recv_steps, 1);

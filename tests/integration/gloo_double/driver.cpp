@@ -24,10 +24,12 @@ using gloo::transport::tcp::UnboundBuffer;
 static std::atomic<uint64_t> g_now_ns{1000000000000};
 static std::atomic<bool> g_real_time{false};
 
+static const auto g_real_clock =
+    reinterpret_cast<int (*)(clockid_t, timespec*)>(dlsym(RTLD_NEXT, "clock_gettime"));
+
 extern "C" int clock_gettime(clockid_t clock, timespec* now) noexcept {
   if (g_real_time) {
-    static auto real = reinterpret_cast<int (*)(clockid_t, timespec*)>(dlsym(RTLD_NEXT, "clock_gettime"));
-    return real(clock, now);
+    return g_real_clock(clock, now);
   }
   now->tv_sec = static_cast<time_t>(g_now_ns / 1000000000);
   now->tv_nsec = static_cast<long>(g_now_ns % 1000000000);
@@ -209,34 +211,49 @@ static void step(std::istringstream& words) {
   }
 }
 
-// Whole rounds from several threads at once; the workers take from a common queue like gloo's.
-static void storm(std::istringstream& words) {
+static uint64_t thread_cpu_ns() {
+  timespec used;
+  g_real_clock(CLOCK_THREAD_CPUTIME_ID, &used);
+  return static_cast<uint64_t>(used.tv_sec) * 1000000000 + static_cast<uint64_t>(used.tv_nsec);
+}
+
+// Whole rounds, each with `steps` sends and receives, from several threads at once. Their CPU time in all, in ns.
+static uint64_t storm(std::istringstream& words) {
   std::string name;
-  int threads = 0, rounds = 0;
-  words >> name >> threads >> rounds;
+  int threads = 0, rounds = 0, steps = 0;
+  words >> name >> threads >> rounds >> steps;
   ProcessGroupGloo& asked = *g_groups.at(name);
+  const auto body = [steps] {
+    UnboundBuffer buffer;
+    for (int i = 0; i < steps; ++i) {
+      buffer.send(1, 0, 0, 8);
+      buffer.waitSend(nullptr, std::chrono::milliseconds(0));
+      buffer.recv(2, 0, 0, 8);
+      buffer.waitRecv(nullptr, std::chrono::milliseconds(0));
+    }
+  };
+  std::atomic<uint64_t> used_ns{0};
+  const auto thread = [&asked, &used_ns, rounds, body] {
+    const uint64_t begin_ns = thread_cpu_ns();
+    at::TensorImpl tensor{8, 6};
+    const std::optional<std::vector<at::Tensor>> inputs(std::vector<at::Tensor>{at::Tensor{&tensor}});
+    const std::shared_ptr<gloo::Context> context;
+    for (int i = 0; i < rounds; ++i) {
+      Operation work(context, {}, static_cast<c10d::OpType>(1), 1, std::chrono::milliseconds(0), "storm", inputs);
+      work.body = body;
+      asked.enqueue(WorkPtr(&work));
+      ProcessGroupGloo::AsyncWork::execute(WorkPtr(&work));
+    }
+    used_ns += thread_cpu_ns() - begin_ns;
+  };
   std::vector<std::thread> all;
   for (int t = 0; t < threads; ++t) {
-    all.emplace_back([&asked, rounds] {
-      Operation work(nullptr, {}, static_cast<c10d::OpType>(15), 1, std::chrono::milliseconds(0), "storm",
-                     std::nullopt);
-      work.body = [] {
-        UnboundBuffer buffer;
-        buffer.send(1, 0, 0, 8);
-        buffer.waitSend(nullptr, std::chrono::milliseconds(0));
-        buffer.recv(2, 0, 0, 8);
-        buffer.waitRecv(nullptr, std::chrono::milliseconds(0));
-      };
-      const WorkPtr pointer(&work);
-      for (int i = 0; i < rounds; ++i) {
-        asked.enqueue(pointer);
-        ProcessGroupGloo::AsyncWork::execute(pointer);
-      }
-    });
+    all.emplace_back(thread);
   }
   for (std::thread& one : all) {
     one.join();
   }
+  return used_ns;
 }
 
 static int g_child_in = -1, g_child_out = -1;
@@ -313,7 +330,7 @@ static std::string play(std::istringstream& words, const std::string& command) {
     words >> microseconds;
     g_now_ns += microseconds * 1000;
   } else if (command == "storm") {
-    storm(words);
+    return "ok " + std::to_string(storm(words));
   } else if (command == "realtime") {
     g_real_time = true;
   } else if (command == "fork") {
