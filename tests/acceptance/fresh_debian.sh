@@ -21,7 +21,7 @@ outside() {
     root=$(mktemp -d "$PARENT/tocsin-fresh.XXXXXX")
     chmod 755 "$root" # it becomes the / of other users too
     # The namespaces are gone when unshare returns, and with them every mount: only plain files are left to remove.
-    trap 'rm -rf --one-file-system "$root"' EXIT
+    trap 'rm -rf --one-file-system "$root" "$root.log"' EXIT
     unshare --mount --propagation private --pid --fork --kill-child=SIGKILL --mount-proc \
         "$0" --inside "$root" "$@"
 }
@@ -105,7 +105,10 @@ check_nothing_left() {
 inside() {
     root=$1
     shift
-    timed debootstrap debootstrap --variant=minbase bookworm "$root" "$(mirror)" >/dev/null
+    timed debootstrap debootstrap --variant=minbase bookworm "$root" "$(mirror)" >"$root.log" 2>&1 || {
+        tail -n 20 "$root.log" >&2
+        exit 1
+    }
     carry_files
     carry_package_directories
     mount_kernel_interfaces

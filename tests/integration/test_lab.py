@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
+import subprocess
 import sys
+import tempfile
 import threading
 from pathlib import Path
 
@@ -14,6 +17,7 @@ from tests.lab import network, sweep, system
 from tests.lab.cluster import Lab
 from tests.lab.system import LabError, eventually
 
+ROOT = Path(__file__).parents[2]
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root; without them nothing is cut")
 
 
@@ -129,6 +133,44 @@ def test_a_relay_to_a_closed_port_hangs_up(lab: Lab) -> None:
 def test_the_python_of_the_tests_comes_first_for_jobs_and_daemons(lab: Lab) -> None:
     told = lab.run("python3", "-c", "import sys; print(sys.prefix)").stdout.strip()
     assert told == sys.prefix
+
+
+@needs_root
+def test_a_job_of_an_ordinary_user_runs_as_that_user(lab: Lab) -> None:
+    (lab.work / "whoami.sh").write_text("#!/bin/bash\nsrun id -un\n")
+    job = lab.submit("whoami.sh", nodes=2, uid="nobody", gid="nogroup")
+    lab.wait_job(job, "COMPLETED")
+    assert lab.output(job).splitlines() == ["nobody", "nobody"]
+
+
+WITHOUT_ROOT = """
+import os
+from tests.lab.cluster import Lab
+assert os.geteuid() != 0
+with Lab(nodes=4) as lab:
+    (lab.work / "job.sh").write_text("#!/bin/bash\\nsrun bash -c 'echo $SLURMD_NODENAME $CUDA_VISIBLE_DEVICES'\\n")
+    job = lab.submit("job.sh", nodes=4, gpus_per_node=2)
+    lab.wait_job(job, "COMPLETED")
+    directory, told = lab.directory, sorted(lab.output(job).splitlines())
+assert not directory.exists()
+print(lab.switch_address, *told, sep="|")
+"""
+
+
+@needs_root
+def test_without_root_the_same_lab_runs_on_loopback() -> None:
+    """Run by nobody, from a copy of the lab and by a Python that nobody may read."""
+    with tempfile.TemporaryDirectory(prefix="tocsin-without-root-") as home:
+        shutil.copytree(
+            ROOT / "tests" / "lab", Path(home, "tests", "lab"), ignore=shutil.ignore_patterns("__pycache__")
+        )
+        Path(home).chmod(0o755)
+        environment = {"PATH": os.environ["PATH"], "HOME": "/tmp", "PYTHONPATH": home, "PYTHONDONTWRITEBYTECODE": "1"}
+        identity = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
+        command = [*identity, "/usr/bin/python3", "-c", WITHOUT_ROOT]
+        done = subprocess.run(command, env=environment, cwd=home, capture_output=True, text=True, timeout=90)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "|".join(["127.0.0.1", *(f"gpu00{number} 0,1" for number in range(1, 5))])
 
 
 def _echo_once(listener: socket.socket) -> None:
