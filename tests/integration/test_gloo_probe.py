@@ -396,6 +396,20 @@ def test_threads_at_once_lose_no_round_and_no_step(driver: Driver) -> None:
     assert driver.frame().header["works_lost"] == 0
 
 
+def test_threads_that_drive_slots_from_group_to_group_lose_no_round(driver: Driver) -> None:
+    names = [f"g{i}" for i in range(24)]
+    for i, name in enumerate(names):
+        driver.ask(f"group {name} 0 2 0,{i + 1}")
+    driver.ask("realtime")
+    driver.ask(f"storm {','.join(names)} 6 {24 * 500} 1")
+    assert driver.frame().header["slots_reused"] > 100
+    for name in names:
+        whole_round(driver, name)
+        newest = max(driver.frame().slots, key=lambda slot: int(slot["t_enqueued_ns"]))
+        assert [int(newest[field]) for field in ("enqueued", "started", "done")] == [6 * 500 + 1] * 3
+    assert driver.frame().header["works_lost"] == 0
+
+
 def test_an_older_library_is_followed_as_far_as_it_tells(old_double: Double, tmp_path: Path) -> None:
     environment = {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "0"}
     with running(old_double, tmp_path, environment) as program:

@@ -217,12 +217,17 @@ static uint64_t thread_cpu_ns() {
   return static_cast<uint64_t>(used.tv_sec) * 1000000000 + static_cast<uint64_t>(used.tv_nsec);
 }
 
-// Whole rounds, each with `steps` sends and receives, from several threads at once. Their CPU time in all, in ns.
+// Whole rounds, each with `steps` sends and receives, from several threads at once, on the named groups (comma between
+// them) in turn. The threads' CPU time in all, in ns.
 static uint64_t storm(std::istringstream& words) {
-  std::string name;
+  std::string names;
   int threads = 0, rounds = 0, steps = 0;
-  words >> name >> threads >> rounds >> steps;
-  ProcessGroupGloo& asked = *g_groups.at(name);
+  words >> names >> threads >> rounds >> steps;
+  std::vector<ProcessGroupGloo*> asked;
+  std::istringstream list(names);
+  for (std::string name; std::getline(list, name, ',');) {
+    asked.push_back(g_groups.at(name).get());
+  }
   const auto body = [steps] {
     UnboundBuffer buffer;
     for (int i = 0; i < steps; ++i) {
@@ -241,7 +246,7 @@ static uint64_t storm(std::istringstream& words) {
     for (int i = 0; i < rounds; ++i) {
       Operation work(context, {}, static_cast<c10d::OpType>(1), 1, std::chrono::milliseconds(0), "storm", inputs);
       work.body = body;
-      asked.enqueue(WorkPtr(&work));
+      asked[static_cast<size_t>(i) % asked.size()]->enqueue(WorkPtr(&work));
       ProcessGroupGloo::AsyncWork::execute(WorkPtr(&work));
     }
     used_ns += thread_cpu_ns() - begin_ns;
