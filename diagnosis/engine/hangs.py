@@ -94,7 +94,7 @@ def _find_divergence(history: JobHistory, waiting: dict[int, tuple[CommHistory, 
     """H2: in one round of one communicator, members run different operations."""
     rounds: dict[tuple[int, int], list[MemberNow]] = {}
     for comm, member in waiting.values():
-        if member.seq == member.done_seq + 1:
+        if member.seq == member.done_seq + 1 and member.signature is not None:
             rounds.setdefault((comm.comm_id, member.seq), []).append(member)
     for members in rounds.values():
         votes = Counter(member.signature for member in members).most_common()

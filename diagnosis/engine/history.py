@@ -60,7 +60,7 @@ class MemberNow:
     since: float
     op: int
     count: int
-    signature: int
+    signature: int | None
     send: int | None
     recv: int | None
     measured_at: float
@@ -220,7 +220,7 @@ class JobHistory:
                 since=at - (age / 1e6 if age != _NULL_U8 else 0.0),
                 op=int(row["op"]),
                 count=int(row["count"]),
-                signature=int(row["signature"]),
+                signature=_known(int(row["signature"])) or None,  # 0: the library did not tell
                 send=_known(int(row["send"])),
                 recv=_known(int(row["recv"])),
                 measured_at=at,

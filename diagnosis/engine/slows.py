@@ -65,7 +65,8 @@ def find_slowdown(history: JobHistory, now: float) -> Slowdown | None:
         base_ms = comm.baseline_ms
         spread_ms = float(np.median(np.abs(base - base_ms)))
         floor_ms = max(limits.slow_ratio * base_ms, base_ms + limits.noise_factor * spread_ms)
-        if all(window.period_ms > floor_ms for window in recent):
+        periods = [window.period_ms for window in recent]
+        if np.median(periods) > floor_ms and min(periods) > (base_ms + floor_ms) / 2:
             found.append(_attribute(history, comm, recent, base_ms))
     return max(found, key=lambda slow: slow.lost_ms, default=None)
 

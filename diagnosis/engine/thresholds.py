@@ -11,8 +11,9 @@ class Thresholds:
 
     Hang: nobody entered or left any round for `max(hang_floor_s, hang_factor * longest healthy round)`; before the
     first `warmup_rounds` of a job `startup_floor_s` stands in for the floor (imports, compilation, data set scans).
-    Slow: `windows` windows in a row, each of at least `window_rounds` rounds and `window_s` seconds, whose mean round
-    time exceeds the baseline `slow_ratio` times and by `noise_factor` times the baseline's own spread.
+    Slow: over the newest `windows` windows, each of at least `window_rounds` rounds and `window_s` seconds, the median
+    round time exceeds the baseline `slow_ratio` times and by `noise_factor` times the baseline's own spread, and no
+    window falls back more than half of that: a single spike never fires, a noisy slow-down still does.
     """
 
     hang_floor_s: float = 120.0

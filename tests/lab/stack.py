@@ -67,7 +67,7 @@ snapshot_period_s = 1.0
 [detect]
 hang_floor_s = {hang_floor_s}
 startup_floor_s = 90.0
-slow_ratio = 1.4
+slow_ratio = 1.3
 
 [notify]
 messages_per_minute_max = 60
