@@ -43,7 +43,8 @@ class Channel:
         """Events as they travel, and a comment now and then so that both sides notice a dead connection."""
         while True:
             try:
-                chunk = await asyncio.wait_for(self._queue.get(), HEARTBEAT_S)
+                async with asyncio.timeout(HEARTBEAT_S):  # wait_for may swallow a cancellation (Python 3.11)
+                    chunk = await self._queue.get()
             except TimeoutError:
                 chunk = _HEARTBEAT
             if chunk is None:
