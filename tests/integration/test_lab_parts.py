@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.lab import nvml, system
+from tests.lab import nvml, sweep, system
 from tests.lab.chat import ChatReceiver
 from tests.lab.cluster import Lab
 from tests.lab.faults import Duty, let_go, stop_forever
@@ -222,27 +222,31 @@ def test_a_process_stopped_for_ever_stays_stopped_until_let_go(sleeper: subproce
     eventually(lambda: _state(sleeper.pid) == "S", 5, "running")
 
 
-def test_a_run_that_leaves_a_process_and_shared_memory_fails_and_names_them(tmp_path: Path) -> None:
+def test_a_run_that_leaves_a_process_memory_or_namespace_fails_and_names_them(tmp_path: Path) -> None:
     name = "tocsin-left-behind"
     leaky = tmp_path / "test_leaky.py"
     leaky.write_text(
-        "import pathlib, subprocess\n"
+        "import os, pathlib, subprocess\n"
         "def test_leaky():\n"
         "    subprocess.run(['sh', '-c', 'sleep 61 & exit 0'], start_new_session=True)\n"
         f"    pathlib.Path('/dev/shm/{name}').touch()\n"
+        "    if os.geteuid() == 0:\n"
+        "        subprocess.run(['ip', 'netns', 'add', f'tocsin-{os.getpid()}-1-gpu001'], check=True)\n"
     )
     options = ["-p", "tests.lab.leaks", "-p", "no:cacheprovider", "-c", os.devnull]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *options, str(leaky)], cwd=ROOT, capture_output=True, text=True, timeout=60
     )
     Path(f"/dev/shm/{name}").unlink()
+    sweep.sweep()
     for process in system.descendants(os.getpid()):
         if system.command_line(process.pid) == "sleep 61":
             os.kill(process.pid, signal.SIGKILL)
     assert done.returncode == 1, done.stdout
     assert "1 passed" in done.stdout
-    assert "sleep 61" in done.stdout.partition("left behind")[2]
-    assert name in done.stdout.partition("left behind")[2]
+    left = done.stdout.partition("left behind")[2]
+    assert "sleep 61" in left and name in left
+    assert ("-1-gpu001" in left) == (os.geteuid() == 0)
 
 
 def _state(pid: int) -> str:

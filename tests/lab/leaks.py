@@ -18,6 +18,8 @@ from tests.lab import network, sweep, system
 from tests.lab.system import LabError, eventually
 
 GRACE_S = 5.0
+_PID = re.compile(r"(?<!\d)[1-9]\d{2,9}(?!\d)")
+"""A pid in a name, as opposed to a small number or the 001 of a node."""
 _BEFORE = pytest.StashKey["Traces"]()
 _LEFT = pytest.StashKey[list[str]]()
 
@@ -64,7 +66,7 @@ def _without_others(lines: Iterable[str]) -> list[str]:
     others = {process.pid for process in system.all_processes()} - ours
 
     def foreign(line: str) -> bool:
-        if others & {int(number) for number in re.findall(r"\d{2,10}", line)}:
+        if others & {int(number) for number in _PID.findall(line)}:
             return True
         path = Path(line.rpartition(" ")[2])
         return line.startswith("shared memory") and any(system.holds(pid, path) for pid in others)
