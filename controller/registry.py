@@ -45,7 +45,7 @@ class NodeNow:
 
 
 class JobStatus(msgspec.Struct, kw_only=True):
-    """One job attempt in numbers that people read. None: unknown."""
+    """One job attempt in numbers that people read. None: unknown; `baseline_ms` None: still being learnt."""
 
     job_id: int
     restart: int
@@ -193,7 +193,7 @@ class Registry:
             ranks_seen=len(history.ranks),
             rounds=history.rounds_seen,
             round_ms=round(comm.windows[-1].period_ms, 1) if comm and comm.windows else None,
-            baseline_ms=round(comm.baseline_ms, 1) if comm and comm.baseline else None,
+            baseline_ms=round(comm.baseline_ms, 1) if comm and comm.learnt(self.limits) else None,
             quiet_s=round(now - quiet_since, 1) if quiet_since is not None else None,
             last_report_age_s=round(now - history.last_report_at, 1),
         )

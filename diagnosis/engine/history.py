@@ -97,9 +97,13 @@ class CommHistory:
     _ready_s: float = 0.0
     _newest_closed: int = 0
 
+    def learnt(self, limits: Thresholds) -> bool:
+        """Whether the normal speed is known."""
+        return len(self.baseline) >= limits.baseline_windows
+
     @property
     def baseline_ms(self) -> float:
-        """Healthy round time; only meaningful once there is a baseline."""
+        """Healthy round time; only meaningful once it is learnt."""
         return float(np.median([window.period_ms for window in self.baseline]))
 
     def add_round(self, position: int, seq: int, gap_us: int, dur_us: int, at: float, limits: Thresholds) -> None:

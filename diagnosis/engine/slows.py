@@ -58,8 +58,12 @@ def find_slowdown(history: JobHistory, now: float) -> Slowdown | None:
     found: list[Slowdown] = []
     for comm in history.comms.values():
         recent = list(comm.windows)[-limits.windows :]
-        ready = len(comm.baseline) >= limits.baseline_windows and len(recent) >= limits.windows
-        if not ready or comm.baseline[-1] in recent or now - recent[-1].ended_at > limits.stale_after_s:
+        if (
+            not comm.learnt(limits)
+            or len(recent) < limits.windows
+            or comm.baseline[-1] in recent
+            or now - recent[-1].ended_at > limits.stale_after_s
+        ):
             continue
         base = np.array([window.period_ms for window in comm.baseline])
         base_ms = comm.baseline_ms

@@ -77,7 +77,7 @@ class ScontrolGate:
     def _waiting(self, rule: str) -> list[Path]:
         """A file for each call that is held now; its name ends in the wrapper's pid."""
         files = self._rules.glob(f"{rule}.waiting.*")
-        return [path for path in files if system.stat(int(path.suffix[1:])) is not None]
+        return [path for path in files if (call := system.stat(int(path.suffix[1:]))) and call.state not in "ZX"]
 
     def _rule(self, kind: str, words: str, times: int = 0) -> Path:
         number = next(self._numbers)
