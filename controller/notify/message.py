@@ -21,6 +21,17 @@ ACTS_MAX: Final = 12
 DIGEST_LINES_MAX: Final = 20
 LINE_CHARS_MAX: Final = 400
 _CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]+")
+_ACTS: Final = {
+    "drain": "drain {}",
+    "set_down": "set {} DOWN, it alone kept the job from starting",
+    "undown": "bring {} back from DOWN",
+    "resume": "return {} to service",
+    "signal": "tell job {} to save its state",
+    "requeue": "requeue job {}",
+    "set_exclude": "keep job {} off the bad nodes",
+    "start_in": "let job {} start at once instead of after Slurm's delay",
+    "release": "release job {}",
+}
 _FAULTS: Final = {"hang": "hangs", "slow": "is slow", "failed": "failed"}
 
 
@@ -173,6 +184,8 @@ def _evidence(item: EvidenceItem) -> str:
 
 
 def _act(act: ActDone) -> str:
-    outcome = act.outcome or "not known yet"
-    detail = f", {act.detail}" if act.detail and act.outcome != "ok" else ""
-    return f"Done: {act.kind} {act.target}: {outcome} (at {act.after_s:g} s{detail})"
+    words = _ACTS.get(act.kind, act.kind + " {}").format(act.target)
+    if act.outcome == "ok":
+        return f"Done: {words} (at {act.after_s:g} s)"
+    detail = f", {act.detail}" if act.detail else ""
+    return f"{'Failed' if act.outcome else 'Tried'}: {words} (at {act.after_s:g} s{detail})"

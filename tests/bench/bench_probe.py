@@ -59,11 +59,18 @@ def program(double: Double, frames: Path, *, probed: bool) -> Iterator[Driver]:
         yield driver
 
 
-def loop_ns(double: Double, frames: Path, steps: int) -> tuple[float, float]:
+def unit_costs_ns(directory: Path) -> tuple[float, float]:
+    """What the probe adds to a collective and to each of its transfer steps, in ns; measured in a few seconds."""
+    double = build(directory)
+    net = {steps: probed - plain for steps in (0, 16) for plain, probed in [loop_ns(double, directory, steps, turns=3)]}
+    return net[0], (net[16] - net[0]) / 16
+
+
+def loop_ns(double: Double, frames: Path, steps: int, turns: int = TURNS) -> tuple[float, float]:
     """Medians of CPU time per collective in ns: (without, with) the probe."""
     with program(double, frames, probed=False) as plain, program(double, frames, probed=True) as probed:
         times: tuple[list[float], list[float]] = ([], [])
-        for _ in range(TURNS):
+        for _ in range(turns):
             for driver, taken in zip((plain, probed), times, strict=True):
                 taken.append(int(driver.ask(f"storm world 1 {ROUNDS} {steps}")) / ROUNDS)
     return statistics.median(times[0]), statistics.median(times[1])

@@ -15,11 +15,12 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from tests.bench.bench_probe import unit_costs_ns
 from tests.lab.cluster import Lab
-from tests.lab.faults import Duty, ranks, stop_forever
+from tests.lab.faults import Duty, ranks, stop_forever, work_seen
 from tests.lab.stack import HANG_FLOOR_S, PAGE_PORT, Stack
 from tests.lab.system import LabError, eventually
 
@@ -205,8 +206,7 @@ def _run(fault: str, story: Story, lab: Lab, stack: Stack) -> int:
     before, began = stack.cpu_share(), time.monotonic()
     getattr(demo, fault)()
     seconds = time.monotonic() - began
-    for name, used in stack.cpu_share().items():
-        story.plain(f"CPU of one core, {name:<19} {100 * (used - before[name]) / seconds:5.1f} %")
+    _tell_costs(story, stack, {name: used - before[name] for name, used in stack.cpu_share().items()}, seconds)
     story.plain()
     for expectation in demo.wrong:
         story.plain(f"WRONG: expected that {expectation}")
@@ -217,6 +217,18 @@ def _run(fault: str, story: Story, lab: Lab, stack: Stack) -> int:
         sys.stdin.readline()
     story.tell("cleaning up")
     return 1 if demo.wrong else 0
+
+
+def _tell_costs(story: Story, stack: Stack, used_s: Mapping[str, float], seconds: float) -> None:
+    """The share of one core that tocsin took. The probes' is their work times what each piece costs, measured now."""
+    per_collective_ns, per_step_ns = unit_costs_ns(stack.directory)
+    collectives, steps = work_seen(stack.lab.frame_root, 1)
+    probes_s = (collectives * per_collective_ns + steps * per_step_ns) / 1e9
+    story.plain(
+        f"share of one core: all probes          {100 * probes_s / seconds:5.2f} %",
+    )
+    story.plain(f"share of one core: 8 node daemons      {100 * used_s['daemons'] / seconds:5.2f} %")
+    story.plain(f"share of one core: controller          {100 * used_s['controller'] / seconds:5.2f} %")
 
 
 if __name__ == "__main__":

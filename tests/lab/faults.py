@@ -43,6 +43,14 @@ def ranks(frame_root: Path, job: int, restart: int = 0) -> dict[int, RankProcess
     return found
 
 
+def work_seen(frame_root: Path, job: int) -> tuple[int, int]:
+    """(collectives, transfer steps) that the probe has followed in all attempts of a job so far."""
+    frames = [probeframe.parse(path.read_bytes()) for path in frame_root.glob(f"*/{job}.*/*.frame")]
+    return sum(int(one.slots["done"].sum()) for one in frames), sum(
+        int(one.slots["send_steps"].sum()) for one in frames
+    )
+
+
 class Duty:
     """A slow rank: stopped for `stop_ms`, running for `run_ms`, over and over, until `end` (or the end of `with`)."""
 

@@ -33,8 +33,8 @@ def test_a_closed_incident_says_what_was_done_and_how_long_it_took() -> None:
     requeue = ActRecord(2, "a1b2c3", "requeue", "42", {}, 13.0, outcome="failed", detail="refused", concluded_at=14.0)
     told = text(notice(incident, "closed", [drained(), requeue], 30.0))
     assert "tocsin a1b2c3: job 42 (ada) is slow: resolved after 14 s" in told
-    assert "Done: drain gpu002: ok (at 2.5 s)" in told
-    assert "Done: requeue 42: failed (at 4 s, refused)" in told
+    assert "Done: drain gpu002 (at 2.5 s)" in told
+    assert "Failed: requeue job 42 (at 4 s, refused)" in told
     assert "End: running on gpu003" in told
 
 
