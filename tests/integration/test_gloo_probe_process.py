@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 
 from diagnosis.contracts import probeframe
-from tests.integration.gloo_double import DEADLINE_S, Double, Driver, build, probe_library, running
+from tests.integration.gloo_double import ALLREDUCE, DEADLINE_S, FLOAT, Double, Driver, build, probe_library, running
 
-ALLREDUCE, FLOAT = 1, 6
 DEBUG = {"TOCSIN_PROBE_DEBUG": "1"}
 
 

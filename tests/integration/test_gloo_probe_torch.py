@@ -58,22 +58,24 @@ class Job:
         return [probeframe.parse(path.read_bytes()) for path in paths]
 
 
-@contextmanager
-def started(base: Path, ranks: int, *phases: str, **environment: str) -> Iterator[Job]:
-    frames, out = base / "frames", base / "out"
-    frames.mkdir()
-    out.mkdir()
-    env = os.environ | {
+def environment(frames: Path, out: Path) -> dict[str, str]:
+    return os.environ | {
         "TOCSIN_FRAME_DIR": str(frames),
         "LD_PRELOAD": str(probe_library()),
         "OUT": str(out),
         "GLOO_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": "1",
-        **environment,
     }
+
+
+@contextmanager
+def started(base: Path, ranks: int, *phases: str, **changes: str) -> Iterator[Job]:
+    frames, out = base / "frames", base / "out"
+    frames.mkdir()
+    out.mkdir()
     process = subprocess.Popen(
         [sys.executable, JOB, str(ranks), *phases],
-        env=env,
+        env=environment(frames, out) | changes,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
@@ -88,8 +90,8 @@ def started(base: Path, ranks: int, *phases: str, **environment: str) -> Iterato
 
 
 @contextmanager
-def finished(base: Path, ranks: int, *phases: str, **environment: str) -> Iterator[Job]:
-    with started(base, ranks, *phases, **environment) as job:
+def finished(base: Path, ranks: int, *phases: str, **changes: str) -> Iterator[Job]:
+    with started(base, ranks, *phases, **changes) as job:
         _, errors = job.process.communicate(timeout=DEADLINE_S)
         assert job.process.returncode == 0, errors
         yield job
@@ -176,6 +178,17 @@ def test_a_world_made_anew_has_another_id_equal_on_all_ranks(job: Job) -> None:
     assert len(set.union(*new)) == 1
 
 
+def waits_of(rank: int, slots: dict[int, np.void]) -> list[int]:
+    """The ranks that one meets from `rank` on when everyone names the peer that it waits for."""
+    met = [rank]
+    while len(met) <= len(slots):
+        waiting = [int(lane["peer"]) for lane in slots[met[-1]]["lanes"] if lane["wait_state"]]
+        if not waiting:
+            break
+        met += waiting
+    return met
+
+
 def test_a_stopped_rank_is_read_like_any_other_and_has_received_least(tmp_path: Path) -> None:
     with started(tmp_path, 4, "endless") as job:
         eventually(
@@ -204,7 +217,8 @@ def test_a_stopped_rank_is_read_like_any_other_and_has_received_least(tmp_path: 
         assert all(len(each) == 1 for each in open_rounds.values())
         if entered[stopped] == entered[0]:  # stopped inside the round
             received = {rank: int(slot["recv_steps"]) for rank, slot in slots.items()}
-            assert received[stopped] == min(received.values())
+            assert received[stopped] <= min(received.values()) + 1
+            assert all(stopped in waits_of(rank, slots) for rank in slots)
         os.kill(int(job.live()[stopped].header["pid"]), signal.SIGCONT)
         eventually(lambda: progress()[0] > last[-1][0], "it goes on")
 
@@ -225,6 +239,37 @@ def test_torch_s_own_debug_mode_adds_no_communicator_of_unknown_members(tmp_path
         assert ids[0] == ids[1]
         assert ids[2] == ids[3]
         assert not ids[0] & ids[2]
+
+
+TRAIN = """
+import os, shutil, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+for _ in range(5):
+    dist.all_reduce(torch.ones(10))
+works = [dist.all_reduce(torch.ones(10), async_op=True) for _ in range(3)]
+for work in works:
+    work.wait()
+shutil.copy(f"{os.environ['TOCSIN_FRAME_DIR']}/{os.getpid()}.frame", os.environ["OUT"])
+"""
+
+
+def test_under_torchrun_each_worker_has_a_frame_the_launcher_none_and_all_leave_in_peace(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TRAIN)
+    frames, out = tmp_path / "frames", tmp_path / "out"
+    frames.mkdir()
+    out.mkdir()
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    subprocess.run(
+        [*launcher, tmp_path / "train.py"],
+        env=environment(frames, out),
+        check=True,
+        capture_output=True,
+        timeout=DEADLINE_S,
+    )
+    seen = [probeframe.parse(path.read_bytes()) for path in out.iterdir()]
+    assert sorted(int(frame.header["local_rank"]) for frame in seen) == [0, 1]
+    assert [[int(slot["done"]) for slot in frame.slots] for frame in seen] == [[8], [8]]
+    assert {path.name for path in frames.iterdir()} == {path.name for path in out.iterdir()}
 
 
 def test_without_a_frame_directory_the_job_runs_as_ever(tmp_path: Path) -> None:

@@ -61,7 +61,9 @@ struct VectorHead {
 // A group without a list is the world, if it has the world's size: torch leaves the world's list empty. Another group
 // without a list (a helper group of torch's debug mode) could be anyone's and stays unknown.
 Members members_of(const void* group, const Communicator& communicator) {
-  const auto group_ranks = reinterpret_cast<const VectorHead* (*)(const void*)>(resolve_optional(SYMBOL_GROUP_RANKS));
+  void* known = load(g_real[SYMBOL_GROUP_RANKS]);
+  const auto group_ranks = reinterpret_cast<const VectorHead* (*)(const void*)>(
+      known ? known : resolve_optional(SYMBOL_GROUP_RANKS));
   const VectorHead* list = group_ranks ? group_ranks(group) : nullptr;
   if (list && list->end > list->first) {
     return {list->first, static_cast<uint32_t>(list->end - list->first)};

@@ -9,12 +9,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from diagnosis.contracts import probeframe
 from node_daemon.native import library_path
 
 HERE = Path(__file__).resolve().parent
 SOURCES = HERE.parents[2] / "node_daemon" / "native" / "gloo"
 DEADLINE_S = 60.0
+ALLREDUCE, FLOAT = 1, 6
+"""As torch numbers them (c10d::OpType, c10::ScalarType)."""
 
 
 def probe_library() -> Path:
@@ -98,3 +102,22 @@ def running(double: Double, frames: Path, environment: Mapping[str, str] = os.en
     finally:
         process.kill()
         process.communicate(timeout=DEADLINE_S)
+
+
+def whole_round(driver: Driver, group: str) -> None:
+    """One all-reduce of 8 floats, entered, executed and over."""
+    driver.ask(f"enqueue {group} w {ALLREDUCE} {FLOAT} 8")
+    driver.ask("start w")
+    driver.ask("finish w")
+
+
+def only_slot(driver: Driver) -> np.void:
+    slot: np.void
+    (slot,) = driver.frame().slots
+    return slot
+
+
+def rounds(slot: np.void) -> list[dict[str, int]]:
+    """Entries in use, in ascending order, as a reader sees them that the writer does not disturb."""
+    used = slot["rounds"][slot["rounds"]["seq"] != 0]
+    return [{name: int(row[name]) for name in row.dtype.names} for row in np.sort(used, order="seq")]
