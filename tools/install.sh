@@ -98,8 +98,7 @@ if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
     "$(python)" -m venv --clear .venv
 fi
 say "pip: tocsin with the extra '$what' (the first time brings torch)"
-# A build directory of its own, so that the source tree holds nothing of CMake's. pip's warnings are about the machine.
-.venv/bin/python -m pip install -qq --disable-pip-version-check -e ".[$what]" \
-    --config-settings=editable.mode=redirect --config-settings=build-dir=build/editable
+# Quiet: pip's warnings are about the machine, not about this.
+.venv/bin/python -m pip install -qq --disable-pip-version-check -e ".[$what]"
 echo "$state" >".venv/installed-$what"
 say "done"

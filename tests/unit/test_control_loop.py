@@ -1,4 +1,4 @@
-"""The control loop over an in-memory Slurm: from reports to a job that runs elsewhere, on a clock that the test moves."""
+"""The control loop over an in-memory Slurm: from reports to a job that runs elsewhere, on a clock of the test's own."""
 
 from __future__ import annotations
 
