@@ -59,13 +59,16 @@ class SimJob:
                 rank.since_ms, rank.running = end, False
             self.now_ms = end
 
-    def hang(self, absent: Iterable[int] = (), inside: Iterable[int] = ()) -> None:
-        """The next collective begins and never ends: `absent` ranks do not enter; `inside` ones are stopped in it."""
+    def hang(self, absent: Iterable[int] = (), inside: Iterable[int] = (), ahead: Iterable[int] = ()) -> None:
+        """The next collective begins and never ends: `absent` ranks do not enter, `inside` ones are stopped in it,
+        `ahead` ones could leave it and stand in the one after."""
         for rank in self.ranks:
             if rank.rank in absent:
                 continue
             rank.seq += 1
             rank.running, rank.since_ms = True, self.now_ms
+            if rank.rank in ahead:
+                rank.done, rank.seq = rank.seq, rank.seq + 1
         for number in inside:
             self.ranks[number].state = "T"
 

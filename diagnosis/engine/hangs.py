@@ -6,10 +6,12 @@ waits for nobody is the root (class H1, "not entered": CCL-D, PPoPP'26). What th
 that nobody makes progress, so waiting time says nothing; only the edges do.
 
 A root is named even where other members are silent: it stands outside every round by itself, whatever they do.
-When all members have entered and the round still does not end, no edge names anybody. Then the node daemons' words
-about the processes decide: a process that is stopped or gone will never take its next step. If all are alive the
-cut lies inside the library or the network (H3) and this module says what would decide it. Members of one round whose
-operation signatures differ are a program's divergence (H2): the minority is named, a tie is left undecided.
+A rank inside a round that all have entered waits as well, though no edge of this kind says for whom: it is no root
+unless the node daemon's word about its process makes it one (a process that is stopped or gone will never take its
+next step). Often some members have already left that round and wait in the next one for those still inside. If all
+processes live, the cut lies inside the library or the network (H3) and this module says what would decide it. Members
+of one round whose operation signatures differ are a program's divergence (H2): the minority is named, a tie is left
+undecided.
 
 Never guessed: a rank whose node is silent is unseen, not stuck.
 """
@@ -108,40 +110,46 @@ def _find_divergence(history: JobHistory, waiting: dict[int, tuple[CommHistory, 
 
 
 def _find_roots(history: JobHistory, waiting: dict[int, tuple[CommHistory, MemberNow]], now: float, hang: Hang) -> None:
-    blamed: Counter[int] = Counter()
-    edges: dict[int, set[int]] = {}
-    for rank, (comm, member) in waiting.items():
-        edges[rank] = set()
-        heard = 0
-        for other in comm.members.values():
-            if not _fresh(history, other, now):
-                continue
-            heard += 1
-            if other.seq <= member.done_seq:
-                edges[rank].add(other.rank)
-        if heard < comm.size:
-            hang.missing += _silent(history, comm, now)
-        blamed.update(edges[rank])
-    hang.missing = sorted(set(hang.missing))
-    roots = [rank for rank in blamed if not edges.get(rank)]
-    if blamed and not roots:
-        hang.cycle = True
-        return
+    blamed, bound = _edges(history, waiting, now, hang)
+    halted = {
+        rank.rank
+        for rank in history.ranks.values()
+        if rank.process_state in STOPPED | GONE and rank.rank not in history.conflicts
+    }
+    outside = {rank for rank in blamed if rank not in waiting}
+    roots = outside | (halted & (set(waiting) | set(blamed)))
     if roots:
         hang.class_ = "H1"
-        hang.roots = [
-            Root(history.ranks[rank], blamed[rank], entered=rank in waiting)
-            for rank in sorted(roots, key=lambda rank: (-blamed[rank], rank))
+        found = [
+            Root(
+                history.ranks[rank],
+                waiters=blamed[rank] or hang.waiting - (rank in waiting),
+                entered=rank in waiting,
+            )
+            for rank in roots
         ]
-        return
-    stopped = [
-        r for r in history.ranks.values() if r.process_state in STOPPED | GONE and r.rank not in history.conflicts
-    ]
-    if stopped:
-        hang.class_ = "H1"
-        hang.roots = [
-            Root(rank, hang.waiting - (rank.rank in waiting), entered=rank.rank in waiting) for rank in stopped
-        ]
+        hang.roots = sorted(found, key=lambda root: (-root.waiters, root.rank.rank))
+    else:
+        hang.cycle = bool(blamed) and all(rank in bound for rank in blamed)
+
+
+def _edges(
+    history: JobHistory, waiting: dict[int, tuple[CommHistory, MemberNow]], now: float, hang: Hang
+) -> tuple[Counter[int], set[int]]:
+    """How many ranks wait for each rank to enter, and which ranks wait for anybody to enter. Notes who is not heard."""
+    blamed: Counter[int] = Counter()
+    bound: set[int] = set()
+    missing: set[str] = set()
+    for rank, (comm, member) in waiting.items():
+        fresh = [other for other in comm.members.values() if _fresh(history, other, now)]
+        late = [other.rank for other in fresh if other.seq <= member.done_seq]
+        blamed.update(late)
+        if late:
+            bound.add(rank)
+        if len(fresh) < comm.size:
+            missing.update(_silent(history, comm, now))
+    hang.missing = sorted(missing)
+    return blamed, bound
 
 
 def _silent(history: JobHistory, comm: CommHistory, now: float) -> list[str]:

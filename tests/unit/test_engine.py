@@ -120,6 +120,20 @@ def test_a_rank_stopped_inside_the_round_is_named_by_the_kernels_word() -> None:
     assert any(item.witness == "kernel" for item in verdict.evidence)
 
 
+def test_neighbours_that_are_kept_inside_a_round_by_a_stopped_rank_are_victims() -> None:
+    job, history = _healthy()
+    job.hang(inside=[CULPRIT], ahead=[0, 1, 2, 3, 7])
+    verdict = diagnose(history, {}, _wait(job, history, 7))
+    assert (verdict.class_, _names(verdict)) == ("H1", [CULPRIT])
+
+
+def test_ranks_that_are_kept_inside_a_round_by_nobody_knows_whom_are_not_named() -> None:
+    job, history = _healthy()
+    job.hang(ahead=[0, 1, 2, 3, 7])
+    verdict = diagnose(history, {}, _wait(job, history, 7))
+    assert (verdict.class_, verdict.culprits, verdict.action.kind) == (None, [], "collect")
+
+
 def test_a_round_that_all_entered_and_all_live_in_names_nobody() -> None:
     job, history = _healthy()
     job.hang()
