@@ -2,7 +2,8 @@
 
 It obeys the backend's Protocol and imitates what was measured of the real one (22.05): a requeue counts the restart at
 once, leaves the job COMPLETING until its nodes let go, then PENDING with a delay of the credential's life; a node set
-DOWN is given up on, and a plainly requeued job then starts at once; RESUME of a node in service is refused.
+DOWN is given up on, and a plainly requeued job then starts at once; before 24.11 a job whose last node was given up on
+has lost its GPUs and fails when it starts; RESUME of a node in service is refused.
 """
 
 from __future__ import annotations
@@ -27,11 +28,15 @@ class FakeJob:
     size: int
     begin_at: float = 0.0
     let_go_at: float | None = None
+    gpus_forgotten: bool = False
     signals: list[str] = field(default_factory=list)
 
 
 class FakeSlurm:
-    """See the module. `frozen`: nodes whose processes do not end; `failures`: the next calls of a method that fail."""
+    """See the module. `frozen`: nodes whose processes do not end; `failures`: the next calls of a method that fail.
+
+    `version` is what it says of itself, and whether it has the fault that 24.11 has not.
+    """
 
     def __init__(self, nodes: int = 8, *, now: float = 1_000_000.0, credential_s: float = 120.0) -> None:
         self.now = now
@@ -41,6 +46,7 @@ class FakeSlurm:
             for name in (f"gpu{number:03d}" for number in range(1, nodes + 1))
         }
         self.jobs: dict[int, FakeJob] = {}
+        self.version = (24, 11)
         self.frozen: set[str] = set()
         self.failures: dict[str, int] = {}
         self.calls: list[tuple[str, str]] = []
@@ -89,6 +95,11 @@ class FakeSlurm:
         """What its user does."""
         self.change_job(job_id, lambda view: replace(view, state="CANCELLED", held=False))
 
+    def requeue_by_user(self, job_id: int) -> None:
+        """What its user does, too."""
+        if self.jobs[job_id].view.state == "RUNNING":
+            self._requeue(self.jobs[job_id], hold=False)
+
     def change_job(self, job_id: int, change: Callable[[JobView], JobView]) -> None:
         """Somebody else's hand on a job."""
         self.jobs[job_id].view = change(self.jobs[job_id].view)
@@ -97,7 +108,8 @@ class FakeSlurm:
 
     async def snapshot(self) -> World:
         self._may_fail("snapshot", "")
-        return World(self.now, dict(self.nodes), {number: job.view for number, job in self.jobs.items()})
+        nodes = {name: replace(view, version=self.version) for name, view in self.nodes.items()}
+        return World(self.now, nodes, {number: job.view for number, job in self.jobs.items()})
 
     async def drain(self, node: str, reason: str) -> None:
         self._may_fail("drain", node)
@@ -114,6 +126,7 @@ class FakeSlurm:
             if job.view.state == "COMPLETING" and node in job.view.nodes:
                 job.view = replace(job.view, nodes=tuple(name for name in job.view.nodes if name != node))
                 job.begin_at = self.now
+                job.gpus_forgotten = not job.view.nodes and self.version < (24, 11)
             self._let_go(job)
 
     async def resume(self, node: str) -> None:
@@ -155,7 +168,8 @@ class FakeSlurm:
     async def release(self, job_id: int) -> None:
         self._may_fail("release", str(job_id))
         job = self._job(job_id)
-        job.view = replace(job.view, held=False, reason="BeginTime" if job.view.held else job.view.reason)
+        waits = "BeginTime" if self.now < job.begin_at else "None"
+        job.view = replace(job.view, held=False, reason=waits if job.view.held else job.view.reason)
 
     async def signal(self, job_id: int, name: str) -> None:
         self._may_fail("signal", str(job_id))
@@ -224,7 +238,8 @@ class FakeSlurm:
         if len(free) < job.size:
             job.view = replace(view, reason="Resources")
             return
-        job.view = replace(view, state="RUNNING", nodes=tuple(free[: job.size]), reason="None")
+        state = "FAILED" if job.gpus_forgotten else "RUNNING"
+        job.view = replace(view, state=state, nodes=tuple(free[: job.size]), reason="None")
 
     def _clock(self) -> str:
         return f"T{self.now:.3f}"

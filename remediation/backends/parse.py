@@ -18,7 +18,7 @@ from typing import Final, NamedTuple
 from ClusterShell.NodeSet import RESOLVER_NOGROUP, NodeSet, NodeSetException
 
 from diagnosis.contracts.errors import SlurmFault
-from remediation.policy.world import JobView, NodeView
+from remediation.policy.world import JobView, NodeView, Version
 
 JOB_FIELDS: Final = (
     "JobID",
@@ -68,6 +68,7 @@ def _node(line: str) -> NodeView:
     state_at = line.rfind(" State=", 0, boot_at)
     partitions_at = line.find(" Partitions=", state_at, boot_at)
     gres_at = line.find(" Gres=", 0, state_at)
+    version_at = line.find(" Version=", gres_at, line.find(" OS=", gres_at))
     if not (line.startswith("NodeName=") and 0 < gres_at < state_at < boot_at < slurmd_at):
         raise _unreadable("node", line)
     reason, user = _reason(line[slurmd_at + 1 :])
@@ -80,12 +81,20 @@ def _node(line: str) -> NodeView:
         partitions=tuple(_word(line, partitions_at).split(",")) if partitions_at > 0 else (),
         boot_time=_value(_word(line, boot_at)),
         slurmd_start_time=_value(_word(line, slurmd_at)),
+        version=_version(_word(line, version_at)) if version_at > 0 else None,
     )
 
 
 def _word(line: str, at: int) -> str:
     """The value of the ` Key=value` that begins at `at`."""
     return line[line.index("=", at + 1) + 1 :].split(" ", 1)[0]
+
+
+@lru_cache(maxsize=256)
+def _version(text: str) -> Version | None:
+    """22.05.8 as (22, 5)."""
+    found = re.match(r"(\d{1,4})\.(\d{1,4})\b", text)
+    return (int(found[1]), int(found[2])) if found else None
 
 
 @lru_cache(maxsize=256)

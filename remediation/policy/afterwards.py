@@ -1,6 +1,6 @@
 """A case after its requeue: the old nodes let go, the job starts elsewhere, what was set DOWN is undone.
 
-Three things about Slurm shape it, each measured:
+Four things about Slurm shape it, each measured:
 
 - A requeued job stays COMPLETING until every old node has let go of it. A node that is dead or holds an unkillable
   process keeps it there for minutes. Setting that node DOWN makes Slurm give up on it; this convicts nobody, counts in
@@ -8,6 +8,9 @@ Three things about Slurm shape it, each measured:
 - A requeued job waits for the life of its credential (two minutes by default) before it may start again. It may be
   made to start earlier, but not in the second of the requeue: revocation counts in whole seconds, and the new start
   would be killed with the old one. It is asked for once: where a launch fails, Slurm's own delay is the cure.
+- Slurm 22.05 forgets the GPUs of a job whose last COMPLETING node is set DOWN: the job starts again, none of its steps
+  can ("Invalid generic resource (gres) specification"), it ends, and the GPUs of its new nodes stay counted as taken.
+  24.11 does not. Before, and where the version is not known, such a job is left to Slurm's UnkillableStepTimeout.
 - Slurm drops what a job excludes when it is told a new list: the user's nodes must be in it.
 """
 
@@ -21,6 +24,7 @@ from remediation.policy.world import JobView
 
 START_IN_S = 2
 STARTING = frozenset({"RUNNING", "CONFIGURING"})
+DOWN_KEEPS_GPUS_SINCE = (24, 11)
 
 
 def step(scene: Scene, job: JobView) -> Step:
@@ -95,10 +99,24 @@ def _give_up_on(scene: Scene, node: str) -> Step | str:
     )
     if refusal:
         return f"node {node} is not set DOWN: {refusal}"
+    if view.gpus and not _keeps_gpus(scene):
+        return (
+            f"node {node} is not set DOWN: {_version(scene)} forgets a job's GPUs then; UnkillableStepTimeout frees it"
+        )
     drained = "DRAIN" in view.flags
     reason = without_suffix(view.reason) if drained else with_action(scene.case.reason, "down")
     act = scene.attempt("set_down", node, "it alone keeps the job from starting; convicts nobody", reason=reason)
     return act or scene.failure("set_down", node)
+
+
+def _keeps_gpus(scene: Scene) -> bool:
+    version = scene.world.slurm_version
+    return version is not None and version >= DOWN_KEEPS_GPUS_SINCE
+
+
+def _version(scene: Scene) -> str:
+    version = scene.world.slurm_version
+    return "a Slurm of unknown version" if version is None else f"Slurm {version[0]}.{version[1]:02d}"
 
 
 # -- PENDING ---------------------------------------------------------------------------------------------------------
@@ -111,10 +129,9 @@ def _start(scene: Scene, job: JobView) -> Step:
         return exclude
     first_restart = job.restarts == scene.case.restart + 1
     target = str(job.job_id)
-    if first_restart and not scene.done("start_in", target):
-        early = scene.attempt("start_in", target, "not to wait for the old credential", seconds=str(START_IN_S))
-        if early is not None:
-            return early
+    early = _start_early(scene, job) if first_restart else None
+    if early is not None:
+        return early
     if job.held:
         if not (first_restart and _held_by_us(scene, job)):
             return Finished("partly", f"{scene.job_name} was requeued and is held by others ({job.reason})")
@@ -127,6 +144,17 @@ def _start(scene: Scene, job: JobView) -> Step:
     return Finished(
         "partly", f"{scene.job_name} was requeued and waits in the queue after {waited_s:.0f} s ({job.reason})"
     )
+
+
+def _start_early(scene: Scene, job: JobView) -> Step | None:
+    """Once. Where we died over it, Slurm's own delay still running (reason BeginTime) shows that it was not done."""
+    tried = scene.records("start_in", str(job.job_id))
+    if any(act.outcome == "ok" for act in tried):
+        return None
+    if any(act.outcome is None for act in tried) and job.reason != "BeginTime":
+        return None
+    why = "not to wait for the old credential"
+    return scene.attempt("start_in", str(job.job_id), why, seconds=str(START_IN_S))
 
 
 def _exclude(scene: Scene, job: JobView) -> Step | None:

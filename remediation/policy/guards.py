@@ -201,17 +201,19 @@ def held_by_us(world: World) -> set[str]:
 def too_many_nodes(nodes: Iterable[str], planned: Iterable[str], world: World, policy: Policy) -> str | None:
     """Both budgets of nodes: those held now, those that open cases may yet hold (`planned`), and these.
 
-    CPU nodes do not widen the budget: a share of a cluster that is mostly CPU nodes would allow every GPU node.
+    CPU nodes do not widen the budget: a share of a cluster that is mostly CPU nodes would allow every GPU node. Where
+    there is no GPU node at all, the share is of all nodes.
     """
     gpu_nodes = sum(view.gpus > 0 for view in world.nodes.values())
+    base, kind = (gpu_nodes, "GPU nodes") if gpu_nodes else (len(world.nodes), "nodes")
     budget = policy.budget
-    allowed = min(budget.nodes_held_max, int(budget.nodes_held_pct_max * gpu_nodes / 100))
+    allowed = min(budget.nodes_held_max, int(budget.nodes_held_pct_max * base / 100))
     wanted = held_by_us(world) | set(planned) | set(nodes)
     if len(wanted) <= allowed:
         return None
     return (
         f"{len(wanted)} nodes would be held, {allowed} are allowed"
-        f" (nodes_held_max {budget.nodes_held_max}, {budget.nodes_held_pct_max:g} % of {gpu_nodes} GPU nodes)"
+        f" (nodes_held_max {budget.nodes_held_max}, {budget.nodes_held_pct_max:g} % of {base} {kind})"
     )
 
 

@@ -110,12 +110,13 @@ def _checkpoint(scene: Scene) -> Step | None:
         return _ended(scene, f"{scene.job_name} is not requeued: slow.checkpoint_signal is not set", "abandoned")
     if name == "none":
         return None
-    if not scene.done("signal", target):
+    told = scene.done("signal", target)
+    if told is None:
         step = scene.attempt("signal", target, "save your state before the requeue", name=name)
         return step or _ended(scene, scene.failure("signal", target), "abandoned")
-    told_at = max(ended_at(act) for act in scene.records("signal", target) if act.outcome == "ok")
-    left_s = told_at + scene.policy.slow.checkpoint_grace_s - scene.now
-    return Wait(f"{scene.job_name} has {left_s:.0f} s left to save its state") if left_s > 0 else None
+    told_at = ended_at(told)
+    grace_s = scene.policy.slow.checkpoint_grace_s
+    return Wait(f"{scene.job_name} has {grace_s:g} s to save its state") if scene.now < told_at + grace_s else None
 
 
 def _requeue(scene: Scene, job: JobView) -> Step:

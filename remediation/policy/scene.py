@@ -36,9 +36,10 @@ class Scene:
         """What the ledger holds of one act, oldest first."""
         return [act for act in self.acts if act.kind == kind and act.target == target]
 
-    def done(self, kind: str, target: str) -> bool:
-        """Whether it has been done, as far as the ledger knows."""
-        return any(act.outcome == "ok" for act in self.records(kind, target))
+    def done(self, kind: str, target: str) -> ActRecord | None:
+        """The newest record of an act that has been done, or may have been: an act whose trace Slurm does not show is
+        not repeated because we died over it."""
+        return next((act for act in reversed(self.records(kind, target)) if act.outcome != "failed"), None)
 
     def last(self, kind: str) -> ActRecord | None:
         """The newest act of a kind, whatever became of it."""

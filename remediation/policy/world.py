@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Final
 
+Version = tuple[int, int]
 JOB_ENDED: Final = frozenset(
     {
         "BOOT_FAIL",
@@ -29,7 +30,7 @@ class NodeView:
     """One node. `flags`: Slurm's state words in upper case (`IDLE`, `DRAIN`, `DOWN`, `NOT_RESPONDING`, ...).
 
     `reason` is the reason alone (without `[user@time]`), "" when there is none; `reason_user` who set it.
-    `gpus`: configured GPU count, 0 for a CPU node.
+    `gpus`: configured GPU count, 0 for a CPU node. `version`: of its slurmd, such as (22, 5).
     """
 
     name: str
@@ -40,6 +41,7 @@ class NodeView:
     partitions: tuple[str, ...] = ()
     boot_time: str | None = None
     slurmd_start_time: str | None = None
+    version: Version | None = None
 
     @property
     def held(self) -> bool:
@@ -82,3 +84,8 @@ class World:
     taken_at: float
     nodes: dict[str, NodeView] = field(default_factory=dict)
     jobs: dict[int, JobView] = field(default_factory=dict)
+
+    @property
+    def slurm_version(self) -> Version | None:
+        """slurmctld's version at least: none of its nodes may be newer. None where no node tells."""
+        return max((view.version for view in self.nodes.values() if view.version), default=None)

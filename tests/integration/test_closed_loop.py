@@ -17,7 +17,7 @@ import pytest
 
 from tests.lab import system
 from tests.lab.cluster import Lab
-from tests.lab.faults import Duty, stop_forever
+from tests.lab.faults import Duty, RankProcess, stop_forever
 from tests.lab.gate import ScontrolGate
 from tests.lab.stack import Stack
 from tests.lab.system import eventually
@@ -27,8 +27,9 @@ CULPRIT = 5
 
 
 @pytest.fixture
-def lab() -> Iterator[Lab]:
-    with Lab(probe=True) as running:
+def lab(request: pytest.FixtureRequest) -> Iterator[Lab]:
+    """ReturnToService=1: a node that was set DOWN stays so, as on most clusters. Parameter: whether it has GPUs."""
+    with Lab(probe=True, gpus=getattr(request, "param", True), conf={"ReturnToService": "1"}) as running:
         yield running
 
 
@@ -46,7 +47,7 @@ def stack(lab: Lab, gate: ScontrolGate) -> Iterator[Stack]:
 @pytest.fixture
 def job(lab: Lab, stack: Stack) -> int:
     """A training job whose normal speed is known."""
-    number = lab.submit("train.sh")
+    number = lab.submit("train.sh", gpus_per_node=2 if lab.has_gpus else 0)
     stack.wait_healthy(number)
     return number
 
@@ -170,9 +171,9 @@ def test_dead_daemons_and_an_absent_controller_do_not_disturb_the_job_and_report
     assert lab.job_state(job) == "RUNNING" and lab.job(job)["Restarts"] == "0"
 
 
-def test_a_node_that_keeps_the_job_completing_is_set_down_and_returned_when_its_old_ranks_are_gone(
-    lab: Lab, stack: Stack, job: int
-) -> None:
+@pytest.fixture
+def stuck(lab: Lab, stack: Stack, job: int) -> Iterator[RankProcess]:
+    """The culprit, whose slurmstepd is stopped: it will neither die nor be reported dead."""
     victim = stack.ranks(job)[CULPRIT]
     steps = [p.pid for p in system.all_processes() if p.comm.startswith("slurmstepd") and _steps_on(p.pid, victim.pid)]
     assert steps, "the slurmstepd above the culprit is found"
@@ -180,19 +181,51 @@ def test_a_node_that_keeps_the_job_completing_is_set_down_and_returned_when_its_
         for pid in steps:
             os.kill(pid, signal.SIGSTOP)
         stop_forever(victim.pid)
-        incident: dict[str, Any] = stack.wait_incident(job, 60)
-        eventually(lambda: "down" in lab.node_states()[victim.node], 60, f"{victim.node} DOWN")
-        assert lab.drain_reasons()[victim.node].startswith(f"tocsin:{incident['id']}:process_stuck:rank5:down ")
-        eventually(lambda: lab.job_state(job) == "RUNNING", 60, "the job running elsewhere")
-        assert victim.node not in lab.job_nodes(job)
-        assert lab.node_states()[victim.node].startswith("down"), "not resumed while its old ranks live"
+        yield victim
     finally:
-        for pid in steps:
-            os.kill(pid, signal.SIGCONT)
+        _let_go()
+
+
+@pytest.mark.parametrize("lab", [False], indirect=True, ids=["no GPUs"])
+def test_a_node_that_keeps_the_job_completing_is_set_down_and_returned_when_its_old_ranks_are_gone(
+    lab: Lab, stack: Stack, job: int, stuck: RankProcess
+) -> None:
+    incident: dict[str, Any] = stack.wait_incident(job, 60)
+    eventually(lambda: lab.node_states()[stuck.node].startswith("down"), 60, f"{stuck.node} DOWN")
+    assert lab.drain_reasons()[stuck.node].startswith(f"tocsin:{incident['id']}:process_stuck:rank5:down ")
+    eventually(lambda: len(stack.ranks(job, 1)) == 8, 90, "the ranks of the new attempt")
+    assert lab.job_state(job) == "RUNNING" and stuck.node not in lab.job_nodes(job)
+    assert lab.node_states()[stuck.node].startswith("down"), "not returned while its old ranks live"
+    _let_go()
     closed = stack.wait_closed(incident["id"], 90)["incident"]
     assert closed["outcome"] == "resolved", closed["timeline"]
-    eventually(lambda: lab.node_states()[victim.node] == "idle", 30, f"{victim.node} back in service")
+    eventually(lambda: lab.node_states()[stuck.node] == "idle", 30, f"{stuck.node} back in service")
     assert lab.drain_reasons() == {}
+
+
+def test_a_gpu_node_that_keeps_the_job_completing_is_left_to_slurm_which_would_forget_the_jobs_gpus(
+    lab: Lab, gate: ScontrolGate, stack: Stack, job: int, stuck: RankProcess
+) -> None:
+    incident: dict[str, Any] = stack.wait_incident(job, 60)
+
+    def timeline() -> str:
+        return " ".join(text for _, text in stack.detail(incident["id"])["incident"]["timeline"])
+
+    eventually(lambda: "UnkillableStepTimeout frees it" in timeline(), 60, "the reason why the node is not set DOWN")
+    _let_go()
+    eventually(lambda: len(stack.ranks(job, 1)) == 8, 90, "the ranks of the new attempt")
+    assert stuck.node not in lab.job_nodes(job)
+    closed = stack.wait_closed(incident["id"], 60)["incident"]
+    assert closed["outcome"] == "resolved", closed["timeline"]
+    assert gate.calls("State=DOWN") == []
+    assert "tocsin:" not in lab.drain_reasons().get(stuck.node, "")
+
+
+def _let_go() -> None:
+    """The node comes to itself: what was stopped of Slurm's runs on, and ends the old ranks."""
+    for process in system.all_processes():
+        if process.comm.startswith("slurmstepd") and process.state == "T":
+            os.kill(process.pid, signal.SIGCONT)
 
 
 def _steps_on(stepd: int, pid: int) -> bool:

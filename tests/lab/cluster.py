@@ -42,10 +42,19 @@ _numbers = itertools.count(1)
 
 
 class Lab(Client):
-    """One cluster. `conf` overrides single lines of slurm.conf; `probe`: tocsin's TaskProlog is installed on it."""
+    """One cluster. `conf` overrides single lines of slurm.conf; `probe`: tocsin's TaskProlog is installed on it.
+
+    `gpus` False: the nodes have none as far as Slurm knows.
+    """
 
     def __init__(
-        self, *, nodes: int = 8, probe: bool = False, cred_expire_s: int = 120, conf: Mapping[str, str] | None = None
+        self,
+        *,
+        nodes: int = 8,
+        gpus: bool = True,
+        probe: bool = False,
+        cred_expire_s: int = 120,
+        conf: Mapping[str, str] | None = None,
     ) -> None:
         self.tag = f"{os.getpid()}-{next(_numbers)}"
         self.directory = sweep.LABS / f"{sweep.LAB_PREFIX}{self.tag}"
@@ -54,6 +63,7 @@ class Lab(Client):
         self.slurm_conf = self.directory / "etc" / "slurm.conf"
         self.node_names = tuple(f"gpu{number:03d}" for number in range(1, nodes + 1))
         self.network = Network(self.tag, self.node_names)
+        self.has_gpus = gpus
         self._cred_expire_s = cred_expire_s
         self._conf = dict(conf or {})
         if probe:
@@ -234,9 +244,10 @@ class Lab(Client):
             for name, port in zip(self.node_names, ports[1:], strict=True)
         ]
         controller = (self.switch_address, ports[0])
-        text = slurm_conf(self.directory, controller, places, self._cred_expire_s, self._conf)
+        text = slurm_conf(self.directory, controller, places, self._cred_expire_s, self.has_gpus, self._conf)
         self.slurm_conf.write_text(text)
-        (self.slurm_conf.parent / "gres.conf").write_text(gres_conf(places))
+        if self.has_gpus:
+            (self.slurm_conf.parent / "gres.conf").write_text(gres_conf(places))
         (self.slurm_conf.parent / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
         prolog = self.slurm_conf.parent / "task_prolog"  # what a site would put into /etc/tocsin/task_prolog.conf
         prolog.write_text(f"#!/bin/sh\nTOCSIN_FRAME_ROOT={self.frame_root} exec {TASK_PROLOG}\n")

@@ -32,6 +32,7 @@ def slurm_conf(
     controller: tuple[str, int],
     nodes: Sequence[NodePlace],
     cred_expire_s: int,
+    gpus: bool,
     overrides: Mapping[str, str],
 ) -> str:
     """The text of slurm.conf. `overrides` wins over every setting here, key by key."""
@@ -73,7 +74,7 @@ def slurm_conf(
         "SlurmdLogFile": f"{directory}/log/%n.log",
         "SlurmctldDebug": "info",
         "SlurmdDebug": "info",
-        "GresTypes": "gpu",
+        **({"GresTypes": "gpu"} if gpus else {}),
     }
     if forbidden := {"ClusterName", "SlurmctldHost", "SlurmctldPort", "StateSaveLocation"} & overrides.keys():
         raise ValueError(f"not to be overridden: {', '.join(sorted(forbidden))}")
@@ -82,7 +83,7 @@ def slurm_conf(
     lines += [
         f"NodeName={node.name} NodeHostname={host} NodeAddr={node.address} Port={node.port} CPUs={CPUS_PER_NODE} "
         f"Boards=1 SocketsPerBoard=1 CoresPerSocket={CPUS_PER_NODE} ThreadsPerCore=1 RealMemory=4000 "
-        f"Gres=gpu:{len(GPU_DEVICES)} State=UNKNOWN"
+        f"{f'Gres=gpu:{len(GPU_DEVICES)} ' if gpus else ''}State=UNKNOWN"
         for node in nodes
     ]
     lines.append("PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from remediation.backends.fake import FakeSlurm
@@ -70,6 +72,27 @@ async def test_a_node_that_does_not_let_go_is_set_down_and_brought_back() -> Non
     assert work.kinds() == ["requeue", "set_down", "set_exclude", "start_in", "release", "undown"]
     assert end.outcome == "resolved"
     assert not slurm.nodes["gpu002"].held and slurm.nodes["gpu002"].reason == ""
+
+
+@pytest.mark.parametrize("version", [(22, 5), (23, 11)])
+async def test_a_gpu_node_is_not_set_down_by_a_slurm_that_then_forgets_the_jobs_gpus(version: tuple[int, int]) -> None:
+    slurm = FakeSlurm()
+    slurm.version = version
+    slurm.frozen.add("gpu002")
+    work = casework(slurm, hang_case(slurm.submit("gpu001", "gpu002"), "gpu002"))
+    end = await work.run()
+    assert work.kinds() == ["requeue"] and end.outcome == "abandoned"
+    assert any("UnkillableStepTimeout" in why for why in work.waits)
+
+
+async def test_a_cpu_node_is_set_down_by_any_slurm() -> None:
+    slurm = FakeSlurm()
+    slurm.version = (22, 5)
+    slurm.nodes["gpu002"] = replace(slurm.nodes["gpu002"], gpus=0)
+    slurm.frozen.add("gpu002")
+    work = casework(slurm, hang_case(slurm.submit("gpu001", "gpu002"), "gpu002"))
+    await work.run()
+    assert "set_down" in work.kinds()
 
 
 async def test_a_drained_node_that_was_set_down_ends_drained() -> None:

@@ -161,3 +161,13 @@ def test_an_array_task_is_called_by_its_place_in_the_array() -> None:
 def test_host_lists_fold_only_the_last_number(names: tuple[str, ...], text: str) -> None:
     assert parse.host_list(names) == text
     assert set(parse.hosts(text)) == set(names)
+
+
+@pytest.mark.parametrize("os", ["Linux 6.1.0", "Linux Version=99.11.1 x", "Version=99.1"])
+def test_a_nodes_version_is_slurmds_and_nothing_that_the_node_says_of_itself(os: str) -> None:
+    assert parse.nodes(node_line(os=os))["gpu003"].version == (22, 5)
+
+
+def test_a_node_that_does_not_tell_its_version_has_none() -> None:
+    line = node_line(os="Linux Version=99.11.1 x").replace(" Version=22.05.8", "", 1)
+    assert parse.nodes(line)["gpu003"].version is None
