@@ -80,14 +80,17 @@ def slurm_conf(
         raise ValueError(f"not to be overridden: {', '.join(sorted(forbidden))}")
     settings.update(overrides)
     lines = [f"{key}={value}" for key, value in settings.items()]
-    lines += [
-        f"NodeName={node.name} NodeHostname={host} NodeAddr={node.address} Port={node.port} CPUs={CPUS_PER_NODE} "
-        f"Boards=1 SocketsPerBoard=1 CoresPerSocket={CPUS_PER_NODE} ThreadsPerCore=1 RealMemory=4000 "
-        f"{f'Gres=gpu:{len(GPU_DEVICES)} ' if gpus else ''}State=UNKNOWN"
-        for node in nodes
-    ]
+    lines += [_node_line(host, node, gpus) for node in nodes]
     lines.append("PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP")
     return "\n".join(lines) + "\n"
+
+
+def _node_line(host: str, node: NodePlace, gpus: bool) -> str:
+    gres = f"Gres=gpu:{len(GPU_DEVICES)} " if gpus else ""
+    return (
+        f"NodeName={node.name} NodeHostname={host} NodeAddr={node.address} Port={node.port} CPUs={CPUS_PER_NODE} "
+        f"Boards=1 SocketsPerBoard=1 CoresPerSocket={CPUS_PER_NODE} ThreadsPerCore=1 RealMemory=4000 {gres}State=UNKNOWN"
+    )
 
 
 def gres_conf(nodes: Sequence[NodePlace]) -> str:
