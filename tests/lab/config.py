@@ -89,7 +89,8 @@ def _node_line(host: str, node: NodePlace, gpus: bool) -> str:
     gres = f"Gres=gpu:{len(GPU_DEVICES)} " if gpus else ""
     return (
         f"NodeName={node.name} NodeHostname={host} NodeAddr={node.address} Port={node.port} CPUs={CPUS_PER_NODE} "
-        f"Boards=1 SocketsPerBoard=1 CoresPerSocket={CPUS_PER_NODE} ThreadsPerCore=1 RealMemory=4000 {gres}State=UNKNOWN"
+        f"Boards=1 SocketsPerBoard=1 CoresPerSocket={CPUS_PER_NODE} ThreadsPerCore=1 RealMemory=4000 "
+        f"{gres}State=UNKNOWN"
     )
 
 
