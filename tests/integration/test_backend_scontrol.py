@@ -251,6 +251,8 @@ async def test_a_hanging_scontrol_is_a_timeout_and_not_an_empty_cluster(cluster:
 
 
 async def test_a_dead_slurmctld_is_unreachable_and_not_an_empty_cluster(cluster: LabCluster) -> None:
+    cluster.restart_slurmctld()  # a killed one comes back with what it saved last, and that can be an earlier test's
+    await eventually(lambda: cluster.lab.idle(cluster.lab.node_names), 60)
     cluster.lab.kill_slurmctld()
     try:
         calls = (cluster.backend.snapshot(), cluster.backend.drain("gpu001", DRAIN))
