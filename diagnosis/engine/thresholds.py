@@ -30,3 +30,9 @@ class Thresholds:
     blame_share_min: float = 0.4
     clock_ratio_max: float = 0.9
     clock_explains_min: float = 0.3
+    slow_job_min: float = 0.06
+    rank_noise_factor: float = 6.0
+    own_time_part_min: float = 0.02
+    transfer_share_min: float = 0.2
+    transfer_growth_min: float = 0.15
+    named_share_max: float = 0.34

@@ -1,0 +1,87 @@
+"""Slow-downs attributed: which ranks' own time and which communicators' transfer explain the loss.
+
+A rank is named when its excess explains a real part of the loss, stands clear of the noise between ranks, and it
+waits no longer than its peers. A communicator is named when its transfer grew for a real part of the loss and stands
+clear of what communicators of its kind do by themselves. When many are to name, it is not they but the job (or the
+network) that changed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from diagnosis.contracts.incident import Floats, Kind
+from diagnosis.engine.lanes import Lanes
+from diagnosis.engine.slowness import MAD_TO_SIGMA, Slowness
+from diagnosis.engine.thresholds import Thresholds
+
+NAMED_MAX = 256
+
+
+@dataclass(slots=True)
+class Blame:
+    """`ranks` by excess, `comms` by part explained, most guilty first. `own_part`, `transfer_part`: parts of the loss.
+
+    `everybody`: the whole job's own time grew alike, by that part of the loss; `wide`: most networks of a kind grew
+    alike.
+    """
+
+    ranks: list[int] = field(default_factory=list)
+    comms: list[int] = field(default_factory=list)
+    part_of_rank: dict[int, float] = field(default_factory=dict)
+    everybody: float = 0.0
+    wide: bool = False
+
+
+def attribute(lanes: Lanes, slow: Slowness, limits: Thresholds) -> Blame:
+    """Who explains the loss of a job that is slower than it was."""
+    blame = Blame()
+    with np.errstate(invalid="ignore", divide="ignore"):
+        part = np.where(slow.lost_ms > 0, slow.excess_ms / slow.lost_ms, 0.0)
+        shared = slow.common_ms / slow.lost_ms
+    told = shared[np.isfinite(shared)]
+    blame.everybody = float(np.median(told)) if len(told) else 0.0
+    _name_ranks(lanes, slow, np.nan_to_num(part), limits, blame)
+    _name_comms(lanes, slow, limits, blame)
+    return blame
+
+
+def _name_ranks(lanes: Lanes, slow: Slowness, part: Floats, limits: Thresholds, blame: Blame) -> None:
+    with np.errstate(invalid="ignore"):
+        clear = slow.excess_ms > limits.rank_noise_factor * slow.noise_ms
+        large = slow.excess_ms > limits.own_time_part_min * slow.unit_ms
+        explains = part >= limits.blame_share_min
+    named = np.flatnonzero(clear & large & explains)
+    nodes = lanes.incident.job.node
+    many = len(named) > limits.named_share_max * lanes.world
+    if many and len(np.unique(nodes[named])) > max(1, limits.named_share_max * len(np.unique(nodes))):
+        return
+    order = named[np.argsort(-slow.excess_ms[named], kind="stable")]
+    blame.ranks = [int(rank) for rank in order][:NAMED_MAX]
+    blame.part_of_rank = {rank: float(min(part[rank], 1.0)) for rank in blame.ranks}
+
+
+def _name_comms(lanes: Lanes, slow: Slowness, limits: Thresholds, blame: Blame) -> None:
+    comms = lanes.incident.communicators
+    with np.errstate(invalid="ignore", divide="ignore"):
+        relative = slow.transfer_excess_ms / slow.transfer_ms
+        grown = (slow.transfer_part >= limits.transfer_share_min) & (relative >= limits.transfer_growth_min)
+    collective = comms.kind != Kind.P2P
+    kinds: dict[tuple[int, str], list[int]] = {}
+    for comm in np.flatnonzero(np.isfinite(slow.transfer_excess_ms) & collective):
+        kinds.setdefault((int(lanes.sizes[comm]), comms.transport[comm]), []).append(int(comm))
+    named: list[int] = []
+    wide = False
+    for members in kinds.values():
+        here = np.array(members)
+        excess = slow.transfer_excess_ms[here]
+        quiet = excess[~grown[here]]
+        spread = MAD_TO_SIGMA * float(np.median(np.abs(quiet - np.median(quiet)))) if len(quiet) >= 3 else 0.0
+        middle = float(np.median(quiet)) if len(quiet) >= 3 else 0.0
+        chosen = here[grown[here] & (excess > middle + limits.rank_noise_factor * spread)]
+        wide |= len(here) >= 4 and len(chosen) >= 0.5 * len(here)
+        named += [int(comm) for comm in chosen]
+    blame.wide = wide
+    blame.comms = sorted(named, key=lambda comm: (-slow.transfer_part[comm], comm))[:NAMED_MAX]

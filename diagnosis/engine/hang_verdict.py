@@ -1,0 +1,261 @@
+"""The verdict on a hang: classes H1, H2 and H3, with the hardware's word where it has one."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from diagnosis.contracts.incident import Floats
+from diagnosis.contracts.verdict import DOMAIN_OF_CAUSE, Action, Culprit, EvidenceItem, Verdict
+from diagnosis.engine import words
+from diagnosis.engine.cuts import Cut, find_cut
+from diagnosis.engine.fabric import locate
+from diagnosis.engine.lanes import Lanes
+from diagnosis.engine.waits import GONE, HALTED, Stall
+from diagnosis.engine.witnesses import Finding, Witnesses, gather
+
+HARDWARE = ("gpu_fault", "nvlink_fault", "nic_fault")
+
+
+class _Case:
+    """One hang being decided: what every step needs."""
+
+    def __init__(self, lanes: Lanes, stall: Stall, unseen: list[str]) -> None:
+        self.lanes = lanes
+        self.stall = stall
+        self.unseen = unseen
+        self.job = lanes.incident.job
+        self.witnesses: Witnesses = gather(lanes.incident)
+        seconds = stall.quiet_ms / 1000
+        quiet = f"for {seconds:.1f} s" if np.isfinite(seconds) else "for an unknown time"
+        waiting = int(stall.waiting.sum())
+        self.evidence = [
+            EvidenceItem(
+                kind="quiet", text=f"{waiting} ranks wait inside a round; nothing moved {quiet}", value=seconds
+            )
+        ]
+
+    def where(self, rank: int) -> tuple[str | None, int | None, str | None]:
+        """Node, GPU and NIC of a rank, None unknown."""
+        node = int(self.job.node[rank])
+        gpu = int(self.job.gpu[rank])
+        name = self.job.node_names[node] if node >= 0 else None
+        if gpu < 0:
+            return name, None, None
+        return name, gpu, self.job.nic_of_gpu.get(gpu, f"mlx5_{gpu}")
+
+    def about(self, rank: int, causes: tuple[str, ...]) -> list[Finding]:
+        """What its node says about a rank's GPU, NIC and processes."""
+        node, gpu, nic = self.where(rank)
+        if node is None:
+            return []
+        return [finding for finding in self.witnesses.about(node, gpu, nic) if finding.cause in causes]
+
+    def culprit(self, rank: int, cause: str, confidence: float, kind: str = "rank") -> Culprit:
+        """A culprit that is a rank, or its GPU or NIC."""
+        node, gpu, nic = self.where(rank)
+        domain = DOMAIN_OF_CAUSE[cause]
+        own_nic = nic if cause.startswith("nic") else None
+        return Culprit(
+            kind=kind, rank=rank, node=node, gpu=gpu, nic=own_nic, cause=cause, domain=domain, confidence=confidence
+        )
+
+    def verdict(self, class_: str | None, culprits: list[Culprit], action: Action) -> Verdict:
+        """The verdict, with its words."""
+        victims = max(0, self.lanes.world - len({c.rank for c in culprits if c.rank is not None}))
+        return Verdict(
+            job_id=self.job.job_id,
+            anomaly="hang",
+            class_=class_,
+            culprits=culprits,
+            victims={"ranks": victims},
+            action=action,
+            summary=words.hang_summary(class_, culprits, action, self.stall.quiet_ms),
+            evidence=self.evidence,
+            unseen=self.unseen,
+        )
+
+
+def decide(lanes: Lanes, stall: Stall, unseen: list[str]) -> Verdict:
+    """The verdict on a stall."""
+    case = _Case(lanes, stall, unseen)
+    if stall.divergent:
+        return _divergent(case)
+    if stall.roots:
+        return _not_entered(case)
+    if stall.undecided or stall.circle:
+        return _undecided(case)
+    if stall.silent:
+        return _silent(case)
+    return _stands_inside(case)
+
+
+def _divergent(case: _Case) -> Verdict:
+    stall = case.stall
+    for rank in stall.divergent[:16]:
+        runs = stall.operations.get(rank, "waits in another communicator than all the others, who wait for it")
+        case.evidence.append(EvidenceItem(kind="operation", text=f"rank {rank} runs {runs}"))
+    culprits = [case.culprit(rank, "program_divergence", 0.93) for rank in stall.divergent]
+    return case.verdict("H2", culprits, Action(kind="notify"))
+
+
+def _undecided(case: _Case) -> Verdict:
+    stall = case.stall
+    if stall.circle:
+        text = f"{words.ranks(stall.circle)} wait for each other in a circle"
+    else:
+        text = f"in {len(stall.undecided)} communicators the members run different operations and none is the majority"
+    case.evidence.append(EvidenceItem(kind="operation", text=text))
+    who = words.ranks(stall.circle) if stall.circle else "all members"
+    return case.verdict("H2", [], Action(kind="collect", collect=f"the call stacks of {who}"))
+
+
+def _not_entered(case: _Case) -> Verdict:
+    stall, culprits, drain = case.stall, [], set()
+    for rank in stall.roots:
+        culprit = _root(case, rank)
+        culprits.append(culprit)
+        if culprit.domain == "hardware" and culprit.node is not None:
+            drain.add(culprit.node)
+    nodes = sorted({culprit.node for culprit in culprits if culprit.node is not None})
+    if drain:
+        return case.verdict("H1", culprits, Action(kind="drain", nodes=sorted(drain), requeue=True, exclude=nodes))
+    return case.verdict("H1", culprits, Action(kind="requeue", requeue=True, exclude=nodes))
+
+
+def _root(case: _Case, rank: int) -> Culprit:
+    stall, waiters = case.stall, case.stall.waiters.get(rank, 0)
+    where = "stands inside a round" if rank in stall.entered else "has not entered the round"
+    text = f"rank {rank} {where}; {waiters} ranks wait for it and it waits for nobody"
+    case.evidence.append(EvidenceItem(kind="wait_for", text=text, value=float(waiters)))
+    state = case.lanes.incident.process_state.get(rank, "")
+    if state:
+        doing = words.PROCESS_STATES.get(state, f"in state {state}")
+        text = f"the kernel says that the process of rank {rank} is {doing}"
+        case.evidence.append(EvidenceItem(kind="process", text=text, witness="kernel"))
+    broken = [f for f in case.about(rank, ("gpu_fault", "nvlink_fault")) if f.decisive]
+    if broken:
+        _cite(case, broken)
+        return case.culprit(rank, broken[0].cause, 0.93, "gpu")
+    killed = case.about(rank, ("process_exit",))
+    _cite(case, killed)
+    if state in GONE or (killed and state not in HALTED):
+        return case.culprit(rank, "process_exit", 0.97 if state in GONE else 0.85)
+    return case.culprit(rank, "process_stuck", 0.97 if state in HALTED else 0.85)
+
+
+def _cite(case: _Case, findings: list[Finding]) -> None:
+    for finding in findings[:4]:
+        witness = "kernel" if finding.source == "kmsg" else "network" if finding.source == "ib" else "nvml"
+        case.evidence.append(EvidenceItem(kind=finding.cause, text=finding.text, witness=witness))
+
+
+def _silent(case: _Case) -> Verdict:
+    silent = case.stall.silent
+    text = f"all that are heard wait for a round that only {words.ranks(silent)} can have missed, and that is silent"
+    case.evidence.append(EvidenceItem(kind="silent", text=text))
+    nodes = sorted({name for rank in silent for name in [case.where(rank)[0]] if name is not None})
+    if len(silent) == 1 or len(nodes) == 1:
+        culprits = []
+        for rank in silent:
+            broken = [f for f in case.about(rank, ("gpu_fault",)) if f.decisive]
+            _cite(case, broken or case.about(rank, ("process_exit",)))
+            cause = "gpu_fault" if broken else "process_exit"
+            culprits.append(case.culprit(rank, cause, 0.9 if broken else 0.75))
+        return case.verdict("H1", culprits, Action(kind="requeue", requeue=True, exclude=nodes))
+    return case.verdict("H1", [], Action(kind="collect", collect=f"a report from {words.ranks(silent)}"))
+
+
+def _stands_inside(case: _Case) -> Verdict:
+    cuts = [find_cut(case.lanes, case.stall.now, comm, _usual_steps(case.lanes)) for comm in case.stall.innermost]
+    for cut in cuts[:8]:
+        size = int(case.lanes.sizes[cut.comm])
+        text = f"all {size} members are inside the round of communicator {_name(case, cut)}: {cut.counts}"
+        case.evidence.append(EvidenceItem(kind="steps", text=text))
+    culprits: list[Culprit] = []
+    for cut in cuts:
+        culprits += [
+            c for c in _from_cut(case, cut) if all(c.rank != known.rank or c.rank is None for known in culprits)
+        ]
+    if not culprits:
+        want = "transfer steps, socket queues and NIC counters of all members: all have entered the round"
+        return case.verdict("H3" if cuts else None, [], Action(kind="collect", collect=want))
+    return case.verdict("H3", culprits, _action_inside(culprits))
+
+
+def _action_inside(culprits: list[Culprit]) -> Action:
+    nodes = sorted({c.node for c in culprits if c.node is not None and c.kind != "link"})
+    convicted = sorted(
+        {
+            c.node
+            for c in culprits
+            if c.node is not None and c.kind != "link" and (c.domain == "hardware" or c.cause == "nic_fault")
+        }
+    )
+    flag = "nic" if any(c.nic for c in culprits) else "fabric" if any(c.link or c.switch for c in culprits) else None
+    if convicted:
+        return Action(kind="drain", nodes=convicted, requeue=True, exclude=nodes, flag=flag)
+    if nodes:
+        return Action(kind="requeue", requeue=True, exclude=nodes, flag=flag)
+    return Action(kind="notify", flag=flag)
+
+
+def _name(case: _Case, cut: Cut) -> str:
+    return case.lanes.incident.communicators.ids[cut.comm]
+
+
+def _usual_steps(lanes: Lanes) -> Floats:
+    """Steps sent per healthy round of each lane (M,)."""
+    frames = lanes.incident.frames
+    rows = np.flatnonzero(
+        (lanes.nth_last[frames.frame] > 0) & (lanes.lane_of_row >= 0) & (np.nan_to_num(frames.rounds) > 0)
+    )
+    rows = rows[~np.isnan(frames.send[rows])]
+    lane = lanes.lane_of_row[rows]
+    rounds = np.bincount(lane, frames.rounds[rows], lanes.count)
+    steps = np.bincount(lane, frames.send[rows], lanes.count)
+    usual = np.full(lanes.count, np.nan)
+    np.divide(steps, rounds, out=usual, where=rounds > 0)
+    return usual
+
+
+def _from_cut(case: _Case, cut: Cut) -> list[Culprit]:
+    """Who is guilty of a cut: the suspect of the counts, the hardware that says it is broken, or the link between."""
+    lanes = case.lanes
+    suspects = list(cut.ranks) or list(cut.edge or ())
+    members = [int(rank) for rank in lanes.rank[lanes.of_comm(cut.comm)]]
+    for rank in suspects or members:
+        broken = [f for f in case.about(rank, HARDWARE) if f.decisive]
+        if broken and (suspects or len(_ranks_on_node(case, members, rank)) == 1):
+            _cite(case, broken)
+            cause = broken[0].cause
+            return [case.culprit(rank, cause, 0.95, "nic" if cause == "nic_fault" else "gpu")]
+        if broken and not suspects:
+            _cite(case, broken)
+            node, cause = case.where(rank)[0], broken[0].cause
+            return [Culprit(kind="node", node=node, cause=cause, domain=DOMAIN_OF_CAUSE[cause], confidence=0.8)]
+    if cut.ranks:
+        return [case.culprit(cut.ranks[0], "unknown", 0.6)]
+    return [_link(case, cut.edge)] if cut.edge else []
+
+
+def _ranks_on_node(case: _Case, members: list[int], rank: int) -> list[int]:
+    return [other for other in members if case.job.node[other] == case.job.node[rank]]
+
+
+def _link(case: _Case, edge: tuple[int, int]) -> Culprit:
+    fabric = case.lanes.incident.fabric
+    places = locate(fabric) if fabric is not None else []
+    for place in places:
+        if place.kind in ("link", "switch"):
+            case.evidence.append(EvidenceItem(kind="flows", text=place.text, witness="network"))
+            named = {place.kind: place.name}
+            return Culprit(
+                kind=place.kind,
+                link=named.get("link"),
+                switch=named.get("switch"),
+                cause="link_fault",
+                domain="network",
+                confidence=0.85,
+            )
+    ends = "-".join(str(case.where(rank)[0]) for rank in edge)
+    return Culprit(kind="link", link=ends, cause="link_fault", domain="network", confidence=0.55)

@@ -1,0 +1,252 @@
+"""Slow-downs measured: how much slower, since when, whose own time, which communicator's transfer.
+
+In a synchronous job everybody is slow, so waiting says nothing. What is a rank's own doing is its *gap*, the time
+between leaving one operation and entering the next; what is the network's doing is the *transfer*, the time that even
+the last to arrive spends inside, since he waits for nobody (the least mean duration among the members of a
+communicator). With w the rounds of a lane per round of the rank's busiest lane (its *unit*):
+
+    own_r      = sum over the rank's lanes of w * gap              compared with the same at baseline (excess_r)
+    transfer_c = least duration among the members of c             compared with the same at baseline
+    lost       = unit now - unit at baseline
+
+excess_r / lost and w * transfer excess / lost are the parts of the loss that a rank or a communicator explains
+(CCL-D's P towards 1, or towards 0, but per suspect and additive). Ranks are centred on the peers of their own role:
+when all of them have slowed alike it is the job that changed and not a rank.
+
+*Which samples.* The rate of rounds needs no duration and is told at every fidelity. Its course over the samples gives
+the baseline (the leading samples that are alike) and the incident (the trailing ones). Where durations have no
+baseline (a stock NCCL tells them only while armed) a rank is compared with its peers instead, and a communicator with
+those of its kind.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from diagnosis.contracts.incident import Floats, Incident, Kind
+from diagnosis.engine.lanes import Bools, Lanes, Longs, Means, means
+from diagnosis.engine.roles import roles_of
+
+ALIKE = 0.08
+MAD_TO_SIGMA = 1.4826
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Slowness:
+    """Measurements. `ratio`: unit now over unit at baseline (NaN unknown). Per rank (W,), in ms per unit: `unit_ms`,
+    `lost_ms`, `own_ms`, `excess_ms` (centred), `steps` (units per step). `common_ms` (W,): excess that the whole role
+    shares. Per communicator (C,): `transfer_ms`, `transfer_excess_ms`, `transfer_part` (of its members' loss).
+    `compared`: ranks were compared with themselves at baseline rather than with peers only."""
+
+    ratio: float
+    compared: bool
+    unit_ms: Floats
+    lost_ms: Floats
+    own_ms: Floats
+    own_base_ms: Floats
+    excess_ms: Floats
+    common_ms: Floats
+    noise_ms: float
+    wait_ms: Floats
+    units_per_step: Floats
+    transfer_ms: Floats
+    transfer_base_ms: Floats
+    transfer_excess_ms: Floats
+    transfer_part: Floats
+    role: Longs
+
+
+def measure(lanes: Lanes) -> Slowness:
+    """All measurements of a possible slow-down."""
+    base_frames, now_frames = _spans(lanes)
+    base, now = means(lanes, base_frames), means(lanes, now_frames)
+    collective = lanes.incident.communicators.kind[lanes.comm] != Kind.P2P
+    busiest = _busiest(lanes, now, collective)
+    weight = _weights(lanes, now, busiest)
+    unit_now, unit_base = _unit(lanes, now, busiest), _unit(lanes, base, busiest)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        ratios = unit_now / unit_base
+    ratio = float(np.nanmedian(ratios)) if not np.isnan(ratios).all() else np.nan
+    lost = np.maximum(unit_now - unit_now / ratio, 0.0)
+    role = roles_of(lanes)
+    own_now, own_base = _own(lanes, now, weight), _own(lanes, base, weight)
+    compared = bool(np.isfinite(own_base).sum() > 0.5 * np.isfinite(own_now).sum())
+    raw = own_now - own_base if compared else own_now
+    common = _median_of_role(raw, role)
+    excess = raw - np.where(compared, np.maximum(common, 0.0), common)
+    transfer, transfer_base = _transfers(lanes, now), _transfers(lanes, base)
+    grown = _grown(lanes, transfer, transfer_base, collective)
+    return Slowness(
+        ratio=ratio,
+        compared=compared,
+        unit_ms=unit_now,
+        lost_ms=lost,
+        own_ms=own_now,
+        own_base_ms=own_base if compared else common,
+        excess_ms=excess,
+        common_ms=common if compared else np.full(lanes.world, np.nan),
+        noise_ms=_sigma(excess),
+        wait_ms=_waits(lanes, now, weight),
+        units_per_step=_units_per_step(lanes, busiest),
+        transfer_ms=transfer,
+        transfer_base_ms=transfer_base,
+        transfer_excess_ms=grown,
+        transfer_part=_parts(lanes, grown, weight, lost),
+        role=role,
+    )
+
+
+def _sigma(values: Floats) -> float:
+    told = values[np.isfinite(values)]
+    return float(MAD_TO_SIGMA * np.median(np.abs(told - np.median(told)))) if len(told) else 0.0
+
+
+def _spans(lanes: Lanes) -> tuple[Bools, Bools]:
+    """Which frames (F,) are the baseline and which are the incident."""
+    frames = lanes.incident.frames
+    busy = np.zeros(len(frames.rank))
+    np.maximum.at(busy, frames.frame, np.nan_to_num(frames.rounds))
+    with np.errstate(invalid="ignore", divide="ignore"):
+        rate = busy / np.where(np.isnan(frames.window_ms), 1000.0, frames.window_ms)
+    length = lanes.nth + lanes.nth_last + 1
+    samples = int(np.bincount(length[lanes.nth_last == 0]).argmax()) if len(length) else 0
+    whole = length == samples
+    if samples < 2 or not whole.any():
+        return lanes.nth == 0, lanes.nth_last == 0
+    ordered = rate[whole].reshape(-1, samples)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        course = np.nanmedian(ordered / ordered[:, :1], axis=0)
+    course = np.nan_to_num(course, nan=1.0)
+    lead = 1
+    while lead < samples - 1 and abs(course[lead] - 1) <= ALIKE:
+        lead += 1
+    trail = 1
+    while trail < samples - lead and abs(course[-1 - trail] / max(course[-1], 1e-9) - 1) <= ALIKE:
+        trail += 1
+    if abs(course[-1] - 1) <= ALIKE and lead == samples - 1:  # nothing much changed: compare halves
+        lead = samples // 2
+        trail = samples - lead
+    return lanes.nth < lead, lanes.nth_last < trail
+
+
+def _busiest(lanes: Lanes, now: Means, collective: Bools) -> Longs:
+    """The lane of each rank with most rounds (W,), collectives first; -1 none."""
+    rounds = now.rounds + np.where(collective, 0.5, -0.5)
+    rounds = np.where(now.rounds > 0, rounds, -np.inf)
+    best = lanes.over_lanes_of_rank(rounds, np.maximum, -np.inf)
+    is_best = (rounds == best[lanes.rank]) & np.isfinite(rounds)
+    chosen = np.full(lanes.world, -1, np.int64)
+    found = np.flatnonzero(is_best)[::-1]
+    chosen[lanes.rank[found]] = found
+    return chosen
+
+
+def _unit(lanes: Lanes, of: Means, busiest: Longs) -> Floats:
+    """Wall time per unit of each rank (W,)."""
+    unit = np.full(lanes.world, np.nan)
+    told = np.flatnonzero(busiest >= 0)
+    lane = busiest[told]
+    with np.errstate(invalid="ignore", divide="ignore"):
+        unit[told] = np.where(of.rounds[lane] > 0, of.span_ms[lane] / of.rounds[lane], np.nan)
+    return unit
+
+
+def _seq(lanes: Lanes) -> Floats:
+    """Rounds of each lane since the job began (M,): by sequence number, which is exact."""
+    frames = lanes.incident.frames
+    seq = np.full(lanes.count, np.nan)
+    rows = np.flatnonzero((lanes.nth_last[frames.frame] == 0) & (lanes.lane_of_row >= 0))
+    seq[lanes.lane_of_row[rows]] = frames.seq[rows] + 1
+    return seq
+
+
+def _weights(lanes: Lanes, now: Means, busiest: Longs) -> Floats:
+    """Rounds of each lane per round of its rank's busiest lane (M,)."""
+    seq = _seq(lanes)
+    seq = np.where(np.isnan(seq), now.rounds, seq)
+    unit = np.full(lanes.world, np.nan)
+    told = busiest >= 0
+    unit[told] = seq[busiest[told]]
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return np.asarray(np.nan_to_num(seq / unit[lanes.rank]), np.float64)
+
+
+def _units_per_step(lanes: Lanes, busiest: Longs) -> Floats:
+    """A step has at least one round of each of a rank's collectives: the rarest one counts the steps (W,)."""
+    seq = _seq(lanes)
+    rarest = lanes.over_lanes_of_rank(np.where(seq >= 1, seq, np.inf), np.minimum, np.inf)
+    unit = np.full(lanes.world, np.nan)
+    told = busiest >= 0
+    unit[told] = seq[busiest[told]]
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return np.where(np.isfinite(rarest), unit / rarest, 1.0)
+
+
+def _own(lanes: Lanes, of: Means, weight: Floats) -> Floats:
+    """A rank's own time per unit (W,): NaN where no lane tells its gap."""
+    told = ~np.isnan(of.gap_ms)
+    own = lanes.over_lanes_of_rank(np.where(told, weight * np.nan_to_num(of.gap_ms), 0.0), np.add, 0.0)
+    known = lanes.over_lanes_of_rank(told.astype(np.float64), np.maximum, 0.0) > 0
+    return np.where(known, own, np.nan)
+
+
+def _waits(lanes: Lanes, now: Means, weight: Floats) -> Floats:
+    """Time inside operations per unit (W,)."""
+    told = ~np.isnan(now.dur_ms)
+    wait = lanes.over_lanes_of_rank(np.where(told, weight * np.nan_to_num(now.dur_ms), 0.0), np.add, 0.0)
+    known = lanes.over_lanes_of_rank(told.astype(np.float64), np.maximum, 0.0) > 0
+    return np.where(known, wait, np.nan)
+
+
+def _median_of_role(values: Floats, role: Longs) -> Floats:
+    """The median of each rank's role (W,)."""
+    result = np.full(len(values), np.nan)
+    order = np.argsort(role, kind="stable")
+    bounds = np.flatnonzero(np.diff(role[order])) + 1
+    for members in np.split(order, bounds):
+        told = values[members][np.isfinite(values[members])]
+        if len(told):
+            result[members] = np.median(told)
+    return result
+
+
+def _transfers(lanes: Lanes, of: Means) -> Floats:
+    """The least mean duration among the members of each communicator (C,), NaN where nobody tells one."""
+    least = lanes.over_members(np.where(np.isnan(of.dur_ms), np.inf, of.dur_ms), np.minimum)
+    return np.where(np.isfinite(least), least, np.nan)
+
+
+def _grown(lanes: Lanes, now: Floats, base: Floats, collective: Bools) -> Floats:
+    """By how much each collective's transfer grew (C,): against its baseline, else against those of its kind."""
+    grown = now - base
+    comms = lanes.incident.communicators
+    blank = np.flatnonzero(np.isnan(base) & ~np.isnan(now))
+    if len(blank):
+        kinds: dict[tuple[int, str], list[int]] = {}
+        for comm in blank:
+            kinds.setdefault((int(lanes.sizes[comm]), comms.transport[comm]), []).append(int(comm))
+        for members in kinds.values():
+            grown[members] = now[members] - float(np.median(now[members]))
+    return np.where(comms.kind == Kind.P2P, np.nan, grown)
+
+
+def _parts(lanes: Lanes, grown: Floats, weight: Floats, lost: Floats) -> Floats:
+    """The part of its members' loss that each communicator's transfer explains (C,)."""
+    with np.errstate(invalid="ignore", divide="ignore"):
+        part = weight * grown[lanes.comm] / lost[lanes.rank]
+    part = np.where(np.isfinite(part), part, -np.inf)
+    most = lanes.over_members(part, np.maximum)
+    return np.where(np.isfinite(most), most, np.nan)
+
+
+def loss_per_step_ms(slowness: Slowness, incident: Incident) -> float:
+    """What the job loses per step."""
+    lost = slowness.lost_ms * slowness.units_per_step
+    if incident.summaries is not None:
+        steps = incident.summaries.step_ms[np.isfinite(incident.summaries.step_ms)]
+        if len(steps) and np.isfinite(slowness.ratio) and slowness.ratio > 1:
+            return float(np.median(steps) * (1 - 1 / slowness.ratio))
+    told = lost[np.isfinite(lost)]
+    return float(np.median(told)) if len(told) else 0.0

@@ -1,0 +1,50 @@
+"""From one incident to one verdict. Pure: the same inputs give the same verdict.
+
+The order of questions: does anything stand still (hang)? Is the job slower than it was (slow)? Else nothing is wrong.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from diagnosis.contracts.incident import Incident
+from diagnosis.contracts.verdict import Verdict
+from diagnosis.engine import hang_verdict, slow_verdict
+from diagnosis.engine.lanes import Lanes, lay_out
+from diagnosis.engine.slowness import measure
+from diagnosis.engine.thresholds import Thresholds
+from diagnosis.engine.waits import find_stall
+
+UNSEEN_MAX = 32
+DEFAULT = Thresholds()
+
+
+def judge(incident: Incident, limits: Thresholds = DEFAULT) -> Verdict:
+    """The verdict on an incident. `anomaly` "none" where there is nothing to say."""
+    lanes = lay_out(incident)
+    unseen = unseen_of(lanes)
+    stall = find_stall(lanes, limits)
+    if stall is not None:
+        return hang_verdict.decide(lanes, stall, unseen)
+    slow = measure(lanes)
+    if np.isfinite(slow.ratio) and slow.ratio >= 1 + limits.slow_job_min:
+        return slow_verdict.decide(lanes, slow, limits, unseen)
+    summary = "Nothing stands still and the job is as fast as it was."
+    if not np.isfinite(slow.ratio):
+        summary = "Nothing stands still; there is no earlier sample to compare the job's speed with."
+    return Verdict(job_id=incident.job.job_id, anomaly="none", summary=summary, unseen=unseen)
+
+
+def unseen_of(lanes: Lanes) -> list[str]:
+    """What the inputs did not tell, for people."""
+    notes = list(lanes.incident.unseen[:UNSEEN_MAX])
+    spoke = np.zeros(lanes.world, np.bool_)
+    spoke[lanes.incident.frames.rank] = True
+    quiet = np.flatnonzero(~spoke)
+    if len(quiet):
+        first = ", ".join(str(rank) for rank in quiet[:8]) + (", ..." if len(quiet) > 8 else "")
+        notes.append(f"{len(quiet)} of {lanes.world} ranks sent no frame: {first}")
+    strays = int((lanes.lane_of_row < 0).sum())
+    if strays:
+        notes.append(f"{strays} words about communicators that do not list their rank")
+    return notes

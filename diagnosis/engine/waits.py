@@ -1,0 +1,271 @@
+"""Hangs: who waits for whom, and who waits for nobody.
+
+In a synchronous job one stuck rank stops all, so nobody's waiting time says anything. Only edges do. Each rank
+inside a round waits for the members that have not entered that round; a receiver waits for its sender. A rank that
+others wait for and that is itself inside nothing is the root (class H1, "not entered": CCL-D, PPoPP'26). Chains
+through several communicators (TP, then DP, then PP) need no walk: everybody in the middle of a chain is inside a
+round himself.
+
+* Members of one round that run different operations are a divergent program (H2). The majority is right; a tie is
+  decided by what the same round looks like in communicators of the same shape, else by nobody.
+* If every blamed rank is itself inside some round, two or more ranks wait for each other in a circle: operations were
+  called in a different order (H2 as well). Whoever is blamed by more ranks than he blames stands alone against the
+  rest.
+* A round that all have entered alike and that does not move is H3, and `cuts` says where it stands still.
+* A rank without words is unseen. It is a suspect only if nobody alive explains the stall (a dump that is missing is
+  evidence of nothing while somebody else stands outside: NVRx names a rank for its missing dump alone).
+
+The host may run ahead of the GPU: then several rounds are enqueued on a rank and nobody knows which one it stands
+in. A root has nothing enqueued at all, so this rule does not need to know.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from diagnosis.contracts.incident import Kind, State
+from diagnosis.engine.lanes import Bools, Lanes, Longs, Now, newest
+from diagnosis.engine.thresholds import Thresholds
+
+HALTED = frozenset("TtXZ")
+GONE = frozenset("XZ")
+NAMED_MAX = 64
+
+
+@dataclass(slots=True)
+class Stall:
+    """What stands still. Ranks as sorted lists.
+
+    `innermost`: communicators that all heard members have entered alike; `undecided`: communicators whose members
+    run different operations without a majority; `silent`: ranks without words that the stall would need.
+    """
+
+    quiet_ms: float
+    comms: Longs
+    waiting: Bools
+    now: Now
+    roots: list[int] = field(default_factory=list)
+    waiters: dict[int, int] = field(default_factory=dict)
+    entered: set[int] = field(default_factory=set)
+    divergent: list[int] = field(default_factory=list)
+    operations: dict[int, str] = field(default_factory=dict)
+    undecided: list[int] = field(default_factory=list)
+    circle: list[int] = field(default_factory=list)
+    innermost: list[int] = field(default_factory=list)
+    silent: list[int] = field(default_factory=list)
+
+
+def longest_round_ms(lanes: Lanes) -> float:
+    """The longest round that ended in any sample but a rank's newest, own time included; 0 where none is told."""
+    frames = lanes.incident.frames
+    earlier = lanes.nth_last[frames.frame] > 0
+    with np.errstate(invalid="ignore", divide="ignore"):
+        spent = np.fmax(frames.dur_max_ms, 0.0) + np.nan_to_num(frames.gap_ms / frames.rounds)
+    spent = spent[earlier & ~np.isnan(spent) & np.isfinite(spent)]
+    return float(spent.max(initial=0.0))
+
+
+def find_stall(lanes: Lanes, limits: Thresholds) -> Stall | None:
+    """The hang of a job; None while it moves."""
+    now = newest(lanes)
+    bound_ms = max(limits.hang_floor_s * 1000, limits.hang_factor * longest_round_ms(lanes))
+    pending, known = now.pending, ~np.isnan(now.age_ms)
+    moved = np.nan_to_num(lanes.over_members(np.where(now.heard, np.nan_to_num(now.rounds), 0.0), np.maximum)) > 0
+    everybody_still = not moved.any()
+    long = pending & np.where(known, now.age_ms >= bound_ms, everybody_still & (lanes.nth_last.max(initial=0) > 0))
+    stalled = (np.nan_to_num(lanes.over_members(long.astype(np.float64), np.add)) > 0) & ~moved
+    if not stalled.any():
+        return None
+    in_stall = stalled[lanes.comm]
+    waiting = lanes.over_lanes_of_rank((pending & in_stall).astype(np.float64), np.maximum, 0.0) > 0
+    ages = now.age_ms[now.heard & known & in_stall]
+    stall = Stall(float(ages.min()) if len(ages) else np.nan, np.flatnonzero(stalled), waiting, now)
+    _find_divergence(lanes, stall)
+    if not stall.divergent:
+        _find_roots(lanes, stall, limits)
+    return stall
+
+
+def _find_divergence(lanes: Lanes, stall: Stall) -> None:
+    """H2: in one round of one communicator, members run different operations."""
+    now, kind = stall.now, lanes.incident.communicators.kind
+    counted = now.heard & (now.signature >= 0) & ~np.isnan(now.seq) & (kind[lanes.comm] != Kind.P2P)
+    wanted = np.zeros(lanes.comms, np.bool_)
+    wanted[stall.comms] = True
+    for comm in np.flatnonzero(wanted & _differ(lanes, now, counted)):
+        members = lanes.of_comm(int(comm))
+        lanes_here = np.arange(members.start, members.stop)[counted[members]]
+        pending_seq = now.seq[lanes_here[now.pending[lanes_here]]]
+        for seq in np.unique(pending_seq):
+            _vote(lanes, stall, int(comm), lanes_here[now.seq[lanes_here] == seq])
+
+
+def _differ(lanes: Lanes, now: Now, counted: Bools) -> Bools:
+    """Communicators whose counted members do not all tell the same operation (C,)."""
+    told = now.signature.astype(np.float64)
+    least = lanes.over_members(np.where(counted, told, np.inf), np.minimum)
+    most = lanes.over_members(np.where(counted, told, -np.inf), np.maximum)
+    return np.asarray(most > least)
+
+
+def _vote(lanes: Lanes, stall: Stall, comm: int, here: Longs) -> None:
+    now, words = stall.now, lanes.incident.frames.signatures
+    votes = Counter(int(code) for code in now.signature[here]).most_common()
+    if len(votes) < 2:
+        return
+    right = votes[0][0]
+    if votes[0][1] == votes[1][1]:
+        tied = {code for code, count in votes if count == votes[0][1]}
+        elsewhere = Counter(
+            {code: count for code, count in _same_shape(lanes, now, comm, here).items() if code in tied}
+        ).most_common(2)
+        if not elsewhere or (len(elsewhere) == 2 and elsewhere[0][1] == elsewhere[1][1]):
+            stall.undecided.append(comm)
+            return
+        right = elsewhere[0][0]
+    for lane in here[now.signature[here] != right]:
+        rank = int(lanes.rank[lane])
+        if len(stall.divergent) < NAMED_MAX and rank not in stall.divergent:
+            stall.divergent.append(rank)
+            stall.operations[rank] = f"{words[now.signature[lane]]} where the others run {words[right]}"
+    stall.divergent.sort()
+
+
+def _same_shape(lanes: Lanes, now: Now, comm: int, here: Longs) -> Counter[int]:
+    """Operations of the same round in the other communicators of the same size and transport."""
+    comms = lanes.incident.communicators
+    alike = np.flatnonzero(lanes.sizes == lanes.sizes[comm])
+    alike = np.array([c for c in alike if c != comm and comms.transport[c] == comms.transport[comm]], np.int64)
+    mask = np.zeros(lanes.comms, np.bool_)
+    mask[alike] = True
+    others = mask[lanes.comm] & now.heard & (now.seq == now.seq[here[0]]) & (now.signature >= 0)
+    return Counter(int(code) for code in now.signature[others])
+
+
+def _find_roots(lanes: Lanes, stall: Stall, limits: Thresholds) -> None:
+    now, pending = stall.now, stall.now.pending
+    moving = lanes.over_lanes_of_rank(np.where(now.heard, np.nan_to_num(now.rounds), 0.0), np.maximum, 0.0) > 0
+    spoke = lanes.over_lanes_of_rank(now.heard.astype(np.float64), np.maximum, 0.0) > 0
+    silent = ~spoke | (moving & ~stall.waiting) | _older_than_its_node(lanes)
+    blamed, behind = _blame(lanes, stall, silent)
+    outside = np.flatnonzero((blamed > 0) & ~stall.waiting & ~silent)
+    halted = [rank for rank, state in lanes.incident.process_state.items() if state in HALTED]
+    halted = [rank for rank in halted if rank < lanes.world and (blamed[rank] > 0 or stall.waiting[rank])]
+    stall.roots = sorted({int(rank) for rank in outside} | set(halted))[:NAMED_MAX]
+    everybody = int(stall.waiting.sum())
+    stall.waiters = {rank: int(blamed[rank]) or everybody - int(stall.waiting[rank]) for rank in stall.roots}
+    stall.entered = {rank for rank in stall.roots if stall.waiting[rank]}
+    stalled = np.zeros(lanes.comms, np.bool_)
+    stalled[stall.comms] = True
+    someone_behind = np.nan_to_num(lanes.over_members(behind.astype(np.float64), np.add)) > 0
+    current = _current(lanes, now, pending)
+    inside = np.nan_to_num(lanes.over_members(current.astype(np.float64), np.add)) > 0
+    unheard = ~now.heard & silent[lanes.rank]
+    waits_for_silent = np.nan_to_num(lanes.over_members(unheard.astype(np.float64), np.add)) > 0
+    is_p2p = lanes.incident.communicators.kind == Kind.P2P
+    if not stall.roots:
+        _find_silent(lanes, stall, stalled & inside & ~someone_behind & waits_for_silent, unheard)
+    still = stalled & inside & ~someone_behind & ~is_p2p
+    stall.innermost = [int(comm) for comm in np.flatnonzero(still)][:NAMED_MAX]
+    if not stall.roots and not stall.innermost and not stall.silent:
+        _find_circle(lanes, stall, behind, blamed)
+
+
+def _older_than_its_node(lanes: Lanes) -> Bools:
+    """Ranks whose newest frame is older than those of their node by more than one and a half windows (W,)."""
+    frames, job = lanes.incident.frames, lanes.incident.job
+    last = np.flatnonzero(lanes.nth_last == 0)
+    result = np.zeros(lanes.world, np.bool_)
+    rank = frames.rank[last]
+    node = job.node[rank]
+    placed = node >= 0
+    newest_of_node = np.full(len(job.node_names), -np.inf)
+    times = np.nan_to_num(frames.t_ms[last], nan=-np.inf)
+    np.maximum.at(newest_of_node, node[placed], times[placed])
+    window = np.nan_to_num(frames.window_ms[last], nan=1000.0)
+    result[rank[placed]] = times[placed] < (newest_of_node[node] - 1.5 * window)[placed]
+    return result
+
+
+def _blame(lanes: Lanes, stall: Stall, silent: Bools) -> tuple[Longs, Bools]:
+    """How many pending lanes wait for each rank to enter (W,), and which lanes are behind (M,)."""
+    now, pending = stall.now, stall.now.pending
+    kind = lanes.incident.communicators.kind
+    p2p = kind[lanes.comm] == Kind.P2P
+    stalled = np.zeros(lanes.comms, np.bool_)
+    stalled[stall.comms] = True
+    waits = pending & stalled[lanes.comm] & ~p2p
+    wanted = lanes.over_members(np.where(waits, now.done + 1, -1.0), np.maximum)
+    behind = now.heard & ~p2p & stalled[lanes.comm] & (now.seq < wanted[lanes.comm]) & ~silent[lanes.rank]
+    waiters = np.nan_to_num(
+        lanes.over_members((waits & (now.done + 1 >= wanted[lanes.comm])).astype(np.float64), np.add)
+    )
+    blamed = np.zeros(lanes.world, np.int64)
+    np.add.at(blamed, lanes.rank[behind], waiters[lanes.comm[behind]].astype(np.int64))
+    receivers = np.flatnonzero(pending & p2p & stalled[lanes.comm] & (now.state != State.ENQUEUED))
+    peer = _peer_of(lanes, receivers)
+    np.add.at(blamed, peer[peer >= 0], 1)
+    return blamed, behind
+
+
+def _peer_of(lanes: Lanes, receivers: Longs) -> Longs:
+    """The sender that each receiving lane waits for, -1 unknown: as told, else the only other member."""
+    frames = lanes.incident.frames
+    told = np.full(lanes.count, -1, np.int64)
+    rows = np.flatnonzero((lanes.nth_last[frames.frame] == 0) & (lanes.lane_of_row >= 0))
+    told[lanes.lane_of_row[rows]] = frames.peer[rows]
+    peer = told[receivers]
+    for i in np.flatnonzero((peer < 0) | (peer >= lanes.world)):
+        members = lanes.rank[lanes.of_comm(int(lanes.comm[receivers[i]]))]
+        others = members[members != lanes.rank[receivers[i]]]
+        peer[i] = others[0] if len(others) == 1 else -1
+    return peer
+
+
+def _current(lanes: Lanes, now: Now, pending: Bools) -> Bools:
+    """Pending lanes that a rank may stand in (M,): those seen running, or all where none is."""
+    running = pending & (now.state == State.RUNNING)
+    has_running = lanes.over_lanes_of_rank(running.astype(np.float64), np.maximum, 0.0) > 0
+    return np.asarray(running | (pending & ~has_running[lanes.rank]), np.bool_)
+
+
+def _find_silent(lanes: Lanes, stall: Stall, comms: Bools, unheard: Bools) -> None:
+    """The fewest silent ranks that explain the communicators in which only silent members can be missing."""
+    unexplained = {int(comm) for comm in np.flatnonzero(comms)}
+    while unexplained and len(stall.silent) < NAMED_MAX:
+        votes: Counter[int] = Counter()
+        for comm in sorted(unexplained)[:NAMED_MAX]:
+            members = lanes.of_comm(comm)
+            votes.update(int(rank) for rank in lanes.rank[members][unheard[members]])
+        top = votes.most_common(1)[0][1]
+        best = sorted(rank for rank, count in votes.items() if count == top)
+        stall.silent += best if len(best) <= NAMED_MAX - len(stall.silent) else best[:1]
+        of_best = set(best)
+        for comm in sorted(unexplained):
+            members = lanes.of_comm(comm)
+            if of_best & {int(rank) for rank in lanes.rank[members][unheard[members]]}:
+                unexplained.discard(comm)
+        if not of_best:
+            return
+    stall.silent.sort()
+
+
+def _find_circle(lanes: Lanes, stall: Stall, behind: Bools, blamed: Longs) -> None:
+    """Ranks that wait for each other; those who stand alone against the rest come first."""
+    now = stall.now
+    blames = np.zeros(lanes.world, np.int64)
+    late = np.nan_to_num(lanes.over_members(behind.astype(np.float64), np.add))
+    np.add.at(blames, lanes.rank[now.pending], late[lanes.comm[now.pending]].astype(np.int64))
+    inside = np.flatnonzero((blamed > 0) & stall.waiting)
+    stall.circle = [int(rank) for rank in inside][:NAMED_MAX]
+    if not len(inside):
+        return
+    # A rank alone in the wrong order is waited for by a whole communicator, and waits with nobody beside it.
+    company = np.nan_to_num(lanes.over_members((now.pending & ~behind).astype(np.float64), np.add))[lanes.comm]
+    beside = lanes.over_lanes_of_rank(np.where(now.pending, company, np.inf), np.minimum, np.inf)
+    alone = [int(rank) for rank in inside if beside[rank] < blamed[rank]]
+    if alone and len(alone) < len(inside):
+        stall.divergent = sorted(alone)
