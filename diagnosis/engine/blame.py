@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from diagnosis.contracts.incident import Floats, Kind
-from diagnosis.engine.lanes import Lanes
+from diagnosis.engine.lanes import Lanes, by_kind
 from diagnosis.engine.slowness import MAD_TO_SIGMA, Slowness
 from diagnosis.engine.thresholds import Thresholds
 
@@ -69,13 +69,10 @@ def _name_comms(lanes: Lanes, slow: Slowness, limits: Thresholds, blame: Blame) 
         relative = slow.transfer_excess_ms / slow.transfer_ms
         grown = (slow.transfer_part >= limits.transfer_share_min) & (relative >= limits.transfer_growth_min)
     collective = comms.kind != Kind.P2P
-    kinds: dict[tuple[int, str], list[int]] = {}
-    for comm in np.flatnonzero(np.isfinite(slow.transfer_excess_ms) & collective):
-        kinds.setdefault((int(lanes.sizes[comm]), comms.transport[comm]), []).append(int(comm))
+    told = np.flatnonzero(np.isfinite(slow.transfer_excess_ms) & collective)
     named: list[int] = []
     wide = False
-    for members in kinds.values():
-        here = np.array(members)
+    for here in by_kind(told, lanes.kind[told]):
         excess = slow.transfer_excess_ms[here]
         quiet = excess[~grown[here]]
         spread = MAD_TO_SIGMA * float(np.median(np.abs(quiet - np.median(quiet)))) if len(quiet) >= 3 else 0.0

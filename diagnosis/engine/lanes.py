@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from diagnosis.contracts.incident import Bytes, Floats, Incident, Ints, State
+from diagnosis.contracts.incident import Bytes, Communicators, Floats, Incident, Ints, State
 
 Bools = NDArray[np.bool_]
 Longs = NDArray[np.int64]
@@ -27,15 +27,18 @@ LANES_TRIED_MAX = 32
 class Lanes:
     """Shapes: M lanes, W ranks, F frames, R rows.
 
-    `rank`, `comm` (M,); `order`, `by_rank` list lanes by rank: those of rank r are `order[by_rank[r]:by_rank[r + 1]]`.
-    `lane_of_row` (R,), -1 where the row's communicator does not list its rank. `nth`, `nth_last` (F,): the frame's
-    number within its rank, from the first and from the last.
+    `rank`, `comm` (M,); `sizes`, `kind` (C,): members, and a number that is equal for communicators of the same size,
+    transport and kind. `order`, `by_rank` list lanes by
+    rank: those of rank r are `order[by_rank[r]:by_rank[r + 1]]`. `lane_of_row` (R,), -1 where the row's communicator
+    does not list its rank. `nth`, `nth_last` (F,): the frame's number within its rank, from the first and the last.
     """
 
     incident: Incident
     rank: Ints
     comm: Ints
     start: Longs
+    sizes: Longs
+    kind: Longs
     order: Longs
     by_rank: Longs
     lane_of_row: Longs
@@ -56,11 +59,6 @@ class Lanes:
     def comms(self) -> int:
         """Number of communicators."""
         return len(self.start) - 1
-
-    @property
-    def sizes(self) -> Longs:
-        """Members per communicator (C,)."""
-        return np.diff(self.start)
 
     def of_comm(self, comm: int) -> slice:
         """The lanes of a communicator."""
@@ -127,7 +125,8 @@ def lay_out(incident: Incident) -> Lanes:
     """The lanes of an incident, with its rows assigned."""
     comms, frames, world = incident.communicators, incident.frames, incident.job.world_size
     rank = comms.member
-    comm = np.repeat(np.arange(len(comms.ids), dtype=np.int32), np.diff(comms.start))
+    sizes = np.diff(comms.start)
+    comm = np.repeat(np.arange(len(comms.ids), dtype=np.int32), sizes)
     order = np.argsort(rank, kind="stable")
     by_rank = np.zeros(world + 1, np.int64)
     np.cumsum(np.bincount(rank, minlength=world), out=by_rank[1:])
@@ -140,12 +139,27 @@ def lay_out(incident: Incident) -> Lanes:
         rank=rank,
         comm=comm,
         start=comms.start,
+        sizes=sizes,
+        kind=_kinds(comms, sizes),
         order=order,
         by_rank=by_rank,
         lane_of_row=_lane_of_row(row_rank, frames.comm, comm, order, by_rank),
         nth=number - first,
         nth_last=last - 1 - number,
     )
+
+
+def _kinds(comms: Communicators, sizes: Longs) -> Longs:
+    transports = {name: number for number, name in enumerate(dict.fromkeys(comms.transport))}
+    transport = np.array([transports[name] for name in comms.transport], np.int64)
+    _, kind = np.unique((sizes * max(1, len(transports)) + transport) * 4 + comms.kind, return_inverse=True)
+    return np.asarray(kind, np.int64)
+
+
+def by_kind(values: Longs, kind: Longs) -> list[Longs]:
+    """`values` grouped by their `kind`, each group in the order given."""
+    order = np.argsort(kind, kind="stable")
+    return [values[part] for part in np.split(order, np.flatnonzero(np.diff(kind[order])) + 1) if len(part)]
 
 
 def _lane_of_row(row_rank: Ints, row_comm: Ints, lane_comm: Ints, order: Longs, by_rank: Longs) -> Longs:

@@ -32,9 +32,7 @@ def _inferred(lanes: Lanes) -> Longs:
     p2p = comms.kind == Kind.P2P
     place = lanes.start[lanes.comm]
     position = np.arange(lanes.count) - place
-    transport = {name: number for number, name in enumerate(sorted(set(comms.transport)))}
-    kind_of_comm = np.array([transport[name] for name in comms.transport], np.int64)
-    mark = (lanes.sizes * 8 + kind_of_comm * 2 + p2p)[lanes.comm] if lanes.count else np.empty(0, np.int64)
+    mark = lanes.kind[lanes.comm]
     mark = np.where(p2p[lanes.comm], mark * 64 + np.minimum(position, 63) + 1, mark * 64)
     # An order-free sum of mixed marks: equal multisets give equal sums.
     mixed = (mark.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)

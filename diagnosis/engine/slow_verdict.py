@@ -229,13 +229,21 @@ def _gpu_witness(case: _Case, rank: int, pattern: Pattern | None) -> Finding | N
     convicts = [finding for finding in found if _explains(case, rank, finding, pattern)]
     for finding in found:
         case.cite(finding, against=finding not in convicts)
-    if not found and (node, gpu) in case.witnesses.gpus_told:
+    if not found and _told(case, node, gpu):
         text = f"GPU{gpu} of {node} says nothing unusual of itself"
         case.evidence.append(EvidenceItem(kind="gpu", text=text, witness="nvml", against=True))
     if pattern is not None and pattern.cause:
         same = [finding for finding in convicts if finding.cause == pattern.cause]
         convicts = same or convicts
     return convicts[0] if convicts else None
+
+
+def _told(case: _Case, node: str, gpu: int) -> bool:
+    """Whether NVML said anything about a GPU."""
+    nvml, names = case.lanes.incident.nvml, case.job.node_names
+    if nvml is None:
+        return False
+    return any(nvml.entity[row] == gpu for row in np.flatnonzero(nvml.node == names.index(node)))
 
 
 def _explains(case: _Case, rank: int, finding: Finding, pattern: Pattern | None) -> bool:

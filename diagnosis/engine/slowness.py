@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from diagnosis.contracts.incident import Floats, Incident, Kind
-from diagnosis.engine.lanes import Bools, Lanes, Longs, Means, means
+from diagnosis.engine.lanes import Bools, Lanes, Longs, Means, by_kind, means
 from diagnosis.engine.roles import roles_of
 
 ALIKE = 0.08
@@ -203,9 +203,7 @@ def _waits(lanes: Lanes, now: Means, weight: Floats) -> Floats:
 def _median_of_role(values: Floats, role: Longs) -> Floats:
     """The median of each rank's role (W,)."""
     result = np.full(len(values), np.nan)
-    order = np.argsort(role, kind="stable")
-    bounds = np.flatnonzero(np.diff(role[order])) + 1
-    for members in np.split(order, bounds):
+    for members in by_kind(np.arange(len(role)), role):
         told = values[members][np.isfinite(values[members])]
         if len(told):
             result[members] = np.median(told)
@@ -223,12 +221,8 @@ def _grown(lanes: Lanes, now: Floats, base: Floats, collective: Bools) -> Floats
     grown = now - base
     comms = lanes.incident.communicators
     blank = np.flatnonzero(np.isnan(base) & ~np.isnan(now))
-    if len(blank):
-        kinds: dict[tuple[int, str], list[int]] = {}
-        for comm in blank:
-            kinds.setdefault((int(lanes.sizes[comm]), comms.transport[comm]), []).append(int(comm))
-        for members in kinds.values():
-            grown[members] = now[members] - float(np.median(now[members]))
+    for members in by_kind(blank, lanes.kind[blank]):
+        grown[members] = now[members] - float(np.median(now[members]))
     return np.where(comms.kind == Kind.P2P, np.nan, grown)
 
 

@@ -136,11 +136,8 @@ def _vote(lanes: Lanes, stall: Stall, comm: int, here: Longs) -> None:
 
 def _same_shape(lanes: Lanes, now: Now, comm: int, here: Longs) -> Counter[int]:
     """Operations of the same round in the other communicators of the same size and transport."""
-    comms = lanes.incident.communicators
-    alike = np.flatnonzero(lanes.sizes == lanes.sizes[comm])
-    alike = np.array([c for c in alike if c != comm and comms.transport[c] == comms.transport[comm]], np.int64)
-    mask = np.zeros(lanes.comms, np.bool_)
-    mask[alike] = True
+    mask = lanes.kind == lanes.kind[comm]
+    mask[comm] = False
     others = mask[lanes.comm] & now.heard & (now.seq == now.seq[here[0]]) & (now.signature >= 0)
     return Counter(int(code) for code in now.signature[others])
 

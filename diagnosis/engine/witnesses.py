@@ -52,7 +52,6 @@ class Witnesses:
     """All findings, by node."""
 
     of_node: dict[str, tuple[Finding, ...]]
-    gpus_told: frozenset[tuple[str, int]]
 
     def about(self, node: str, gpu: int | None, nic: str | None) -> list[Finding]:
         """Findings about a rank's GPU, its NIC and its node; without a GPU index, all of the node."""
@@ -76,16 +75,7 @@ def gather(incident: Incident) -> Witnesses:
     by_node: dict[str, list[Finding]] = {}
     for finding in found[:FINDINGS_MAX]:
         by_node.setdefault(finding.node, []).append(finding)
-    told = (
-        frozenset(
-            (names[node], int(entity))
-            for node, entity in zip(incident.nvml.node, incident.nvml.entity, strict=True)
-            if isinstance(entity, int) and 0 <= node < len(names)
-        )
-        if incident.nvml is not None
-        else frozenset()
-    )
-    return Witnesses({node: tuple(list_) for node, list_ in by_node.items()}, told)
+    return Witnesses({node: tuple(list_) for node, list_ in by_node.items()})
 
 
 class _Table:
