@@ -1,6 +1,7 @@
 """`tocsin`: the command line. It talks to the controller's Unix socket; heavy parts are imported by who needs them.
 
-Exit codes: 0 done; 1 refused, not found or faults found; 2 wrong usage; 3 no controller answers.
+Exit codes: 0 done; 1 refused, not found or faults found; 2 wrong usage; 3 no controller answers. `tocsin diagnose`
+needs no controller: 0 a verdict was reached, 1 an internal error, 2 wrong usage, 3 nothing readable among the inputs.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ class ExitCode(IntEnum):
     PROBLEM = 1
     USAGE = 2
     UNREACHABLE = 3
+    NOTHING_READABLE = 3
 
 
 app = typer.Typer(
@@ -140,6 +142,23 @@ def resume(config: ConfigOption = None, socket: SocketOption = None, as_json: Js
         note = f" ({error}; removed {Pause(settings.state_dir).path})" if was_paused else f" ({error})"
     was_paused = _read(answer, dict[str, bool])["was_paused"]
     _print(answer, as_json, lambda: [("resumed" if was_paused else "was not paused") + note])
+
+
+@app.command()
+def diagnose(
+    paths: Annotated[list[Path], typer.Argument(help="Bundles, archives, dumps, tables: files or directories, mixed.")],
+    as_json: JsonOption = False,
+) -> None:
+    """Name who slows or hangs a job, from files alone: a bundle or whatever evidence there is. Needs no controller."""
+    from controller.cli.diagnose import NothingReadable, diagnose_paths, verdict_lines  # numpy, the engine
+
+    try:
+        verdict = diagnose_paths(paths)
+    except NothingReadable as nothing:
+        _fail(str(nothing), ExitCode.NOTHING_READABLE)
+    except OperatorFault as fault:
+        _fail(str(fault), ExitCode.USAGE)
+    _print(msgspec.json.encode(verdict), as_json, lambda: verdict_lines(verdict))
 
 
 @app.command("node-key")

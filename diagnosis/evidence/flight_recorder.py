@@ -65,8 +65,6 @@ def incident_of_dumps(dumps: Iterable[Dump], notes: Notes) -> Incident | None:
     groups = _groups(chosen, members)
     told = (max(ranks, default=0) for dump in chosen for ranks in dump.members.values())
     world = 1 + max(*(dump.rank for dump in chosen), *told, 0)
-    if len(chosen) < world:
-        notes.add(SOURCE, f"{world - len(chosen)} of {world} ranks have no dump")
     frames = _FrameBuilder(chosen, members, groups, notes).build()
     on_host = any(entry.on_host for dump in chosen for entry in dump.entries)
     nobody = np.full(world, UNKNOWN, np.int32)

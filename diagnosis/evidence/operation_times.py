@@ -12,9 +12,9 @@ step lasts until the last worker is done. Transfers take no time. Then:
 
 * `T` with the times as they were, `T_even` with each operation's mean over all workers: the slow-down is
   `T / T_even`, the loss `T - T_even`.
-* Fixing the slow workers (their times become the mean of the same stage in the other replicas) recovers a share of the
-  loss, and evening out the slowest stage, or the microbatches, some of what is left. Whoever recovers most of it is what
-  the job waits for.
+* Fixing the slow workers (their times become the mean of the same stage in the other replicas) recovers a share of
+  the loss, and evening out the slowest stage, or the microbatches, some of what is left. Whoever recovers most of it
+  is what the job waits for.
 
 A worker is compared with the same stage only, so a stage that is slow in every replica is the job's design and nobody's
 fault. One slow replica of a job with one replica cannot be told from design: then no worker is named.
@@ -232,10 +232,10 @@ def _slow_workers(times: OperationTimes, filled: Floats) -> list[tuple[int, int]
     """(stage, replica) of workers whose compute takes much longer than that of the median replica, slowest first."""
     if times.rank.shape[1] < 2:
         return []
-    of_chunk = filled.sum(axis=(0, 2, 3))
+    of_chunk = np.asarray(filled.sum(axis=(0, 2, 3)), np.float64)
     own = np.zeros(times.rank.shape)
     np.add.at(own, times.stage, of_chunk)
-    usual = np.median(own, axis=1, keepdims=True) if own.shape[1] > 2 else own.min(axis=1, keepdims=True)
+    usual = np.median(own, axis=1, keepdims=True) if times.rank.shape[1] > 2 else own.min(axis=1, keepdims=True)
     ratio = own / np.maximum(usual, 1e-12)
     slow = sorted(np.argwhere(ratio >= WORKER_RATIO_MIN).tolist(), key=lambda at: -ratio[at[0], at[1]])
     return [(int(stage), int(replica)) for stage, replica in slow]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Final, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -28,7 +28,6 @@ from diagnosis.evidence.lines import document, numbered_lines
 from diagnosis.evidence.notes import Notes
 
 T = TypeVar("T")
-RANKS_SHOWN_MAX: Final = 8
 
 
 class BundleReader:
@@ -87,7 +86,6 @@ class BundleReader:
         communicators, new_comm = self._communicators.build(world, used, rank_of_use)
         frames = self._frames.build(world, communicators, new_comm)
         summaries = self._summaries.build(world)
-        self._note_silent(world, frames.rank.tolist())
         tables = {
             name: table and replace(table, node=new_node[table.node]) for name, table in self._health.tables().items()
         }
@@ -104,17 +102,6 @@ class BundleReader:
             fabric=None if self._fabric is None else build_fabric(self._fabric, world, by_id, self._limits, self.notes),
             unseen=self.notes.lines(),
         )
-
-    def _note_silent(self, world: int, spoke: list[int]) -> None:
-        if not spoke:
-            return
-        silent = np.ones(world, np.bool_)
-        silent[spoke] = False
-        ranks = np.flatnonzero(silent).tolist()
-        if ranks:
-            shown = ", ".join(str(rank) for rank in ranks[:RANKS_SHOWN_MAX])
-            more = ", ..." if len(ranks) > RANKS_SHOWN_MAX else ""
-            self.notes.add(files.FRAMES, f"{len(ranks)} of {world} ranks sent no report: {shown}{more}")
 
 
 def read_bundle(contents: Iterable[tuple[str, Iterable[bytes]]], limits: Limits = DEFAULT) -> Incident:
