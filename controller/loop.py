@@ -26,7 +26,7 @@ from controller.store.base import Incident, OutcomeWord, Store
 from diagnosis.contracts.control import Evidence
 from diagnosis.contracts.errors import OperatorFault, SlurmFault
 from diagnosis.contracts.verdict import Verdict
-from diagnosis.engine.diagnose import diagnose, suspects
+from diagnosis.engine.live import diagnose, suspects
 from remediation.backends.base import SlurmBackend
 from remediation.policy.case import Case, Finished
 from remediation.policy.decide import Decision, decide
@@ -295,8 +295,9 @@ class ControlLoop:
 
 
 def worth_an_incident(verdict: Verdict) -> bool:
-    """A job that hangs always is; one that is slow only where somebody can be named."""
-    return verdict.anomaly == "hang" or (verdict.anomaly == "slow" and bool(verdict.culprits))
+    """A job that hangs always is; one that is slow only where something in it can be named."""
+    named = any(culprit.kind != "job" for culprit in verdict.culprits)
+    return verdict.anomaly == "hang" or (verdict.anomaly == "slow" and named)
 
 
 def _cases(incidents: Iterable[Incident]) -> list[Case]:

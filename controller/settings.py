@@ -132,6 +132,18 @@ class Detect(_Section):
     """A GPU clock below this share of its peers' or its maximum is low."""
     clock_explains_min: float = Field(0.3, ge=0, le=1)
     """A low clock convicts only when it explains at least this share of the lost time."""
+    slow_job_min: float = Field(0.06, ge=0)
+    """`tocsin diagnose` takes a job as slow from this much above its own past; a live job needs `slow_ratio`."""
+    rank_noise_factor: float = Field(6.0, gt=0)
+    """A rank or communicator is named only if it stands out by so many times the spread among its peers."""
+    own_time_part_min: float = Field(0.02, gt=0, le=1)
+    """And a rank only if its own time grew by this share of a round."""
+    transfer_share_min: float = Field(0.2, gt=0, le=1)
+    """A communicator is blamed only for at least this share of the lost time."""
+    transfer_growth_min: float = Field(0.15, gt=0)
+    """And only if this share of its transfer time is new."""
+    named_share_max: float = Field(0.34, gt=0, le=1)
+    """When more than this share of all ranks were to be named, it is the job that changed and no rank is."""
 
     def thresholds(self) -> Thresholds:
         """The same as the engine takes it."""

@@ -22,7 +22,7 @@ WINDOW_MS = 1000.0
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """At most one of: `slow`, a rank and by what factor its own work takes longer; `stuck`, a rank that never enters."""
+    """At most one of: `slow`, a rank and the factor of its own work; `stuck`, a rank that never enters."""
 
     slow: tuple[int, float] | None = None
     stuck: int | None = None

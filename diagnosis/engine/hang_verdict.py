@@ -10,6 +10,7 @@ from diagnosis.engine import words
 from diagnosis.engine.cuts import Cut, find_cut
 from diagnosis.engine.fabric import locate
 from diagnosis.engine.lanes import Lanes
+from diagnosis.engine.thresholds import Thresholds
 from diagnosis.engine.waits import GONE, HALTED, Stall
 from diagnosis.engine.witnesses import Finding, Witnesses, gather
 
@@ -19,12 +20,12 @@ HARDWARE = ("gpu_fault", "nvlink_fault", "nic_fault")
 class _Case:
     """One hang being decided: what every step needs."""
 
-    def __init__(self, lanes: Lanes, stall: Stall, unseen: list[str]) -> None:
+    def __init__(self, lanes: Lanes, stall: Stall, limits: Thresholds, unseen: list[str]) -> None:
         self.lanes = lanes
         self.stall = stall
         self.unseen = unseen
         self.job = lanes.incident.job
-        self.witnesses: Witnesses = gather(lanes.incident)
+        self.witnesses: Witnesses = gather(lanes.incident, limits)
         seconds = stall.quiet_ms / 1000
         quiet = f"for {seconds:.1f} s" if np.isfinite(seconds) else "for an unknown time"
         waiting = int(stall.waiting.sum())
@@ -75,9 +76,9 @@ class _Case:
         )
 
 
-def decide(lanes: Lanes, stall: Stall, unseen: list[str]) -> Verdict:
+def decide(lanes: Lanes, stall: Stall, limits: Thresholds, unseen: list[str]) -> Verdict:
     """The verdict on a stall."""
-    case = _Case(lanes, stall, unseen)
+    case = _Case(lanes, stall, limits, unseen)
     if stall.divergent:
         return _divergent(case)
     if stall.roots:
@@ -154,7 +155,7 @@ def _silent(case: _Case) -> Verdict:
     text = f"all that are heard wait for a round that only {words.ranks(silent)} can have missed, and that is silent"
     case.evidence.append(EvidenceItem(kind="silent", text=text))
     nodes = sorted({name for rank in silent for name in [case.where(rank)[0]] if name is not None})
-    if len(silent) == 1 or len(nodes) == 1:
+    if len(silent) == 1:
         culprits = []
         for rank in silent:
             broken = [f for f in case.about(rank, ("gpu_fault",)) if f.decisive]
@@ -178,7 +179,7 @@ def _stands_inside(case: _Case) -> Verdict:
         ]
     if not culprits:
         want = "transfer steps, socket queues and NIC counters of all members: all have entered the round"
-        return case.verdict("H3" if cuts else None, [], Action(kind="collect", collect=want))
+        return case.verdict(None, [], Action(kind="collect", collect=want))
     return case.verdict("H3", culprits, _action_inside(culprits))
 
 

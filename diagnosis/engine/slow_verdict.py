@@ -34,13 +34,13 @@ class _Case:
         self.limits = limits
         self.unseen = unseen
         self.job = lanes.incident.job
-        self.witnesses: Witnesses = gather(lanes.incident)
+        self.witnesses: Witnesses = gather(lanes.incident, limits)
         summaries = lanes.incident.summaries
         self.patterns = Patterns(summaries, slow.role) if summaries is not None and len(summaries.rank) else None
         self.loss_ms = loss_per_step_ms(slow, lanes.incident)
         self.evidence = [
             EvidenceItem(
-                kind="rate",
+                kind="round_time",
                 text=f"the job takes {slow.ratio:.2f} times as long as at baseline, {self.loss_ms:.0f} ms a step more",
                 value=round(slow.ratio, 3),
             )

@@ -13,7 +13,11 @@ class Thresholds:
     first `warmup_rounds` of a job `startup_floor_s` stands in for the floor (imports, compilation, data set scans).
     Slow: over the newest `windows` windows, each of at least `window_rounds` rounds and `window_s` seconds, the median
     round time exceeds the baseline `slow_ratio` times and by `noise_factor` times the baseline's own spread, and no
-    window falls back more than half of that: a single spike never fires, a noisy slow-down still does.
+    window falls back more than half of that: a single spike never fires, a noisy slow-down still does. An incident that
+    is not watched (a bundle) counts as slow from `slow_job_min` above its own first samples.
+    Blame: a rank or communicator must explain a share of the loss (`blame_share_min`, `transfer_share_min`), stand out
+    by `rank_noise_factor` times the spread among its peers and have grown (`own_time_part_min` of a round,
+    `transfer_growth_min` of its transfer); above `named_share_max` of all ranks nobody is named.
     """
 
     hang_floor_s: float = 120.0

@@ -25,7 +25,7 @@ def judge(incident: Incident, limits: Thresholds = DEFAULT) -> Verdict:
     unseen = unseen_of(lanes)
     stall = find_stall(lanes, limits)
     if stall is not None:
-        return hang_verdict.decide(lanes, stall, unseen)
+        return hang_verdict.decide(lanes, stall, limits, unseen)
     slow = measure(lanes)
     if np.isfinite(slow.ratio) and slow.ratio >= 1 + limits.slow_job_min:
         return slow_verdict.decide(lanes, slow, limits, unseen)

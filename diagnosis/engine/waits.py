@@ -85,7 +85,7 @@ def find_stall(lanes: Lanes, limits: Thresholds) -> Stall | None:
     stall = Stall(float(ages.min()) if len(ages) else np.nan, np.flatnonzero(stalled), waiting, now)
     _find_divergence(lanes, stall)
     if not stall.divergent:
-        _find_roots(lanes, stall, limits)
+        _find_roots(lanes, stall)
     return stall
 
 
@@ -142,7 +142,7 @@ def _same_shape(lanes: Lanes, now: Now, comm: int, here: Longs) -> Counter[int]:
     return Counter(int(code) for code in now.signature[others])
 
 
-def _find_roots(lanes: Lanes, stall: Stall, limits: Thresholds) -> None:
+def _find_roots(lanes: Lanes, stall: Stall) -> None:
     now, pending = stall.now, stall.now.pending
     moving = lanes.over_lanes_of_rank(np.where(now.heard, np.nan_to_num(now.rounds), 0.0), np.maximum, 0.0) > 0
     spoke = lanes.over_lanes_of_rank(now.heard.astype(np.float64), np.maximum, 0.0) > 0
@@ -196,7 +196,8 @@ def _blame(lanes: Lanes, stall: Stall, silent: Bools) -> tuple[Longs, Bools]:
     stalled[stall.comms] = True
     waits = pending & stalled[lanes.comm] & ~p2p
     wanted = lanes.over_members(np.where(waits, now.done + 1, -1.0), np.maximum)
-    behind = now.heard & ~p2p & stalled[lanes.comm] & (now.seq < wanted[lanes.comm]) & ~silent[lanes.rank]
+    outside = now.heard & ~pending & ~p2p & stalled[lanes.comm]
+    behind = outside & (now.seq < wanted[lanes.comm]) & ~silent[lanes.rank]
     waiters = np.nan_to_num(
         lanes.over_members((waits & (now.done + 1 >= wanted[lanes.comm])).astype(np.float64), np.add)
     )

@@ -20,6 +20,7 @@ import numpy as np
 
 from diagnosis.contracts.incident import Floats, HealthTable, Incident
 from diagnosis.engine.lanes import Bools
+from diagnosis.engine.thresholds import Thresholds
 from diagnosis.evidence import kernel_log
 
 SLOWDOWN_REASONS: Final[dict[int, str]] = {
@@ -28,7 +29,6 @@ SLOWDOWN_REASONS: Final[dict[int, str]] = {
     0x40: "hardware thermal slowdown",
     0x80: "hardware power brake",
 }
-CLOCK_PART_MAX: Final = 0.9
 TIMES_THE_FLEET: Final = 10.0
 FINDINGS_MAX: Final = 4096
 
@@ -61,12 +61,12 @@ class Witnesses:
         return [f for f in found if f.entity == "" or f.entity == gpu or (nic is not None and f.entity == nic)]
 
 
-def gather(incident: Incident) -> Witnesses:
+def gather(incident: Incident, limits: Thresholds) -> Witnesses:
     """All findings of an incident, at most FINDINGS_MAX."""
     found: list[Finding] = []
     names = incident.job.node_names
     if incident.nvml is not None:
-        found += _of_gpus(incident.nvml, names)
+        found += _of_gpus(incident.nvml, names, limits.clock_ratio_max)
     if incident.ib is not None:
         found += _of_nics(incident.ib, names)
     if incident.host is not None:
@@ -132,7 +132,7 @@ def slowdown_reasons(mask: float) -> list[str]:
     return [name for bit, name in SLOWDOWN_REASONS.items() if bits & bit]
 
 
-def _of_gpus(nvml: HealthTable, names: tuple[str, ...]) -> list[Finding]:
+def _of_gpus(nvml: HealthTable, names: tuple[str, ...], clock_part_max: float) -> list[Finding]:
     table = _Table(nvml, names, "nvml")
     sm, sm_max = table.column("sm_clock_mhz"), table.column("sm_clock_max_mhz")
     clock, memory = table.part("sm_clock_mhz", "sm_clock_max_mhz"), table.part("mem_clock_mhz", "mem_clock_max_mhz")
@@ -140,7 +140,7 @@ def _of_gpus(nvml: HealthTable, names: tuple[str, ...]) -> list[Finding]:
     abnormal = (np.nan_to_num(reasons).astype(np.int64) & sum(SLOWDOWN_REASONS)) != 0
     usual = float(np.nanmedian(clock)) if not np.isnan(clock).all() else 1.0
     with np.errstate(invalid="ignore", divide="ignore"):
-        low = clock <= CLOCK_PART_MAX * min(1.0, max(usual, 0.1))
+        low = clock <= clock_part_max * min(1.0, max(usual, 0.1))
         slow_by, memory_by = 1 / clock, 1 / memory
 
     def clock_words(row: int) -> str:
@@ -152,7 +152,7 @@ def _of_gpus(nvml: HealthTable, names: tuple[str, ...]) -> list[Finding]:
     mem = table.column("mem_clock_mhz")
     with np.errstate(invalid="ignore"):
         found += table.findings(
-            memory <= CLOCK_PART_MAX, "hbm_degraded", lambda r: f"memory runs at {mem[r]:.0f} MHz", memory_by
+            memory <= clock_part_max, "hbm_degraded", lambda r: f"memory runs at {mem[r]:.0f} MHz", memory_by
         )
         remap = (table.column("row_remap_pending") > 0) | (table.column("row_remap_failure") > 0)
         found += table.findings(remap, "hbm_degraded", lambda r: "a memory row waits to be remapped or could not be")

@@ -9,8 +9,8 @@ import pytest
 
 from diagnosis.contracts.report import GpuFacts
 from diagnosis.contracts.verdict import Verdict
-from diagnosis.engine.diagnose import GpusOfNode, diagnose, suspects
 from diagnosis.engine.history import JobHistory
+from diagnosis.engine.live import GpusOfNode, diagnose, suspects
 from diagnosis.engine.thresholds import Thresholds
 from tests.simjob import SimJob
 
@@ -210,12 +210,13 @@ def test_a_clock_fact_that_does_not_explain_the_loss_convicts_nobody(
     assert verdict.action.nodes == [] and verdict.culprits[0].domain == "unknown", why
 
 
-def test_a_job_wide_slowdown_names_nobody() -> None:
+def test_a_job_wide_slowdown_is_a_change_of_the_work_and_names_nobody() -> None:
     job, history = _healthy()
     now = _run(job, history, _slowed(2, 1.8, ranks=tuple(range(8))), 6)
     verdict = diagnose(history, {}, now)
-    assert (verdict.anomaly, verdict.class_, verdict.culprits) == ("slow", None, [])
-    assert verdict.action.kind == "collect"
+    assert (verdict.anomaly, verdict.class_) == ("slow", None)
+    assert [(culprit.kind, culprit.cause) for culprit in verdict.culprits] == [("job", "workload_change")]
+    assert (verdict.action.kind, verdict.action.nodes) == ("notify", [])
 
 
 def test_a_slow_transfer_names_no_rank() -> None:
