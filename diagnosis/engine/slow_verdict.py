@@ -58,6 +58,8 @@ def decide(lanes: Lanes, slow: Slowness, limits: Thresholds, unseen: list[str]) 
     blame = attribute(lanes, slow, limits)
     own = _own_time(case, blame)
     network = _network(case, blame)
+    if not network:
+        _charge_stragglers(case, blame)
     class_ = _class_of(blame)
     culprits = own + network
     if class_ is None:
@@ -74,6 +76,15 @@ def decide(lanes: Lanes, slow: Slowness, limits: Thresholds, unseen: list[str]) 
         evidence=case.evidence,
         unseen=unseen,
     )
+
+
+def _charge_stragglers(case: _Case, blame: Blame) -> None:
+    """A rank that is slow outside its rounds is slow inside them as well, and keeps all their members there.
+
+    So where no witness speaks of the network, a communicator that contains a named rank is not a second fault.
+    """
+    lanes, named = case.lanes, np.array(blame.ranks, np.int64)
+    blame.comms = [comm for comm in blame.comms if not np.isin(lanes.rank[lanes.of_comm(comm)], named).any()]
 
 
 def _class_of(blame: Blame) -> str | None:
