@@ -41,10 +41,10 @@ class Scene:
         return bool(self.rng.random() < share)
 
     def pattern(self) -> tuple[bool, ...]:
-        """Permanent, or on and off at random (in two of three steps)."""
+        """Permanent, or coming and going."""
         if self.chance(0.75):
             return (True,)
-        return (True, *(self.rng.random(5) < 0.6).tolist())
+        return ((True, False), (True, True, False), (True, True, True, False, False))[int(self.rng.integers(3))]
 
     def only(self, ranks: Iterable[int], factor: float) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
         """(W,) of ones with `factor` at `ranks`."""
@@ -86,7 +86,8 @@ class Case:
     `pieces(x)`: what it changes at strength x >= 1 (1: nothing). `strengths`: the least and greatest, or the only
     possible ones where `discrete`. `witness(health, x)`: what machines show. `pattern`: active steps from the onset.
     `breakage`: what stops, in a hang. `weather`: changes to the weather that have no strength. `fabric`: flows were
-    gathered. `cut`: link that carries nothing. `exited`: ranks whose process is gone. `quiet_ms`: the last sample is
+    gathered. `cut`: link that carries nothing. `exited`: ranks whose process is gone; `unseen`: ranks that never
+    reported. `quiet_ms`: the last sample is
     taken so long after the last thing that happened. `early`: samples begin before the first step ends. `busy`: the
     GPUs work at the end.
     """
@@ -102,6 +103,7 @@ class Case:
     fabric: bool = False
     cut: str | None = None
     exited: tuple[int, ...] = ()
+    unseen: tuple[int, ...] = ()
     quiet_ms: float = 0.0
     early: bool = False
     busy: bool = True

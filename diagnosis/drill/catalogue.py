@@ -30,6 +30,7 @@ KINDS: Final[dict[str, Kind]] = {
     "process_stuck": Kind(hangs.process_stuck, 5.0),
     "process_exit": Kind(hangs.process_exit, 4.0),
     "several_stuck": Kind(hangs.several_stuck, 1.0),
+    "rank_unseen": Kind(hangs.rank_unseen, 0.7),
     "wrong_op": Kind(hangs.wrong_op, 1.5, ("peers",)),
     "wrong_count": Kind(hangs.wrong_count, 1.5, ("peers",)),
     "wrong_dtype": Kind(hangs.wrong_dtype, 0.7, ("peers",)),

@@ -27,7 +27,7 @@ from diagnosis.drill.timeline import Simulation, Timeline
 from diagnosis.drill.weather import STEPS_MAX, Weather, step_work
 
 ATTEMPTS: Final = 24
-LOSS_MIN: Final = 0.05
+LOSS_MIN: Final = 0.06
 STEPS_TRIED: Final = 2
 ROUNDS_OF_SEARCH: Final = 4
 
@@ -105,6 +105,8 @@ class Drill:
         protected = tuple(rank for case in stage.cases for rank in case.protected)
         missing = _drawn(rng, self.limits.missing, 0.4, 0.08)
         silent = record.unreported(rng, self.layout, missing, protected)
+        if stage.cases[0].unseen:
+            silent = set(stage.cases[0].unseen)
         self._frames(stage, fidelity, silent, _drawn(rng, self.limits.nulls, 0.3, 0.03))
         self._evidence(stage, rng, silent, protected, fidelity)
 
@@ -229,7 +231,10 @@ def _strength(scene: Scene, weather: Weather, case: Case, effect: float | None) 
     if len(case.strengths) == 1:
         return case.strengths[0]
     share = float(scene.rng.uniform(0.08, 0.45)) if effect is None else effect
-    wanted = scene.step_ms / (1.0 - share)
+    duty = sum(case.pattern) / len(case.pattern)
+    # What comes and goes costs more while it is there, so that as much is lost on the whole.
+    enough = scene.step_ms * (1.0 + min(share, LOSS_MIN) / (1.0 - min(share, LOSS_MIN)) / duty)
+    wanted = scene.step_ms * (1.0 + share / (1.0 - share) / duty)
 
     def lasting(x: float) -> float:
         pieces = case.pieces(x)
@@ -237,7 +242,6 @@ def _strength(scene: Scene, weather: Weather, case: Case, effect: float | None) 
         calm = Network(np.ones(scene.layout.world), np.ones(scene.layout.world))
         return _step_ms(scene.layout, scene.fabric, scene.program, changed, pieces.network or calm)
 
-    enough = scene.step_ms / (1.0 - min(share, LOSS_MIN))
     if case.discrete:
         tried = [(x, lasting(x)) for x in case.strengths]
         able = [x for x, ms in tried if ms >= enough]

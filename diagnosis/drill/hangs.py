@@ -12,6 +12,7 @@ from diagnosis.drill.case import ONCE, Case, Pieces, Scene, truth
 from diagnosis.drill.health import Health, Witness, no_witness
 from diagnosis.drill.layout import Operation
 from diagnosis.drill.network import hops, link_index, link_name
+from diagnosis.drill.program import Instruction
 from diagnosis.drill.slow_network import on_network, paths, whole
 from diagnosis.drill.timeline import Bools, Break
 from diagnosis.drill.weather import Stall
@@ -61,6 +62,13 @@ def process_exit(scene: Scene) -> list[Case]:
     return [replace(_never(scene, [rank], causes, witness), exited=(rank,))]
 
 
+def rank_unseen(scene: Scene) -> list[Case]:
+    """One process never came, and nothing was ever heard of it: only the others' waiting shows where it is missing."""
+    rank = scene.rank()
+    case = _never(scene, [rank], ["process_stuck", "process_exit", "unknown"])
+    return [replace(case, unseen=(rank,))]
+
+
 def wrong_op(scene: Scene) -> list[Case]:
     """One rank runs another operation than its group."""
     return [_diverged(scene, "op")]
@@ -82,18 +90,25 @@ def wrong_root(scene: Scene) -> list[Case]:
 
 
 def wrong_order(scene: Scene) -> list[Case]:
-    """One rank takes the norm before the last gradients; its peers wait there, everybody else for it here."""
+    """One rank takes the norm too early, before a round with ranks that the norm needs as well: they wait for it
+    there, it waits for them here. Two rounds that share one rank only would merely be late."""
     rank = scene.rank()
-    at = {item.track: number for number, item in enumerate(scene.program.instructions) if rank in item.ranks}
-    buckets = [
-        number
+    rounds = [
+        (number, item)
         for number, item in enumerate(scene.program.instructions)
-        if item.track == "dp" and rank in item.ranks and number < at["norm"]
+        if item.kind == "round" and rank in item.ranks
     ]
-    breakage = Break(
-        "swap", since=int(scene.rng.integers(0, 2)), instruction=buckets[-1], other=at["norm"], ranks=(rank,)
-    )
+    norm, last = next((n, _group(item, rank)) for n, item in rounds if item.track == "norm")
+    earlier = [n for n, item in rounds if n < norm and len(last & _group(item, rank)) >= 3]
+    if not earlier:
+        raise OperatorFault("no two communicators of this layout share enough ranks")
+    breakage = Break("swap", int(scene.rng.integers(0, 2)), earlier[-1], norm, ranks=(rank,))
     return [_hang(scene, "H2", [rank], ["program_divergence"], "notify", breakage)]
+
+
+def _group(item: Instruction, rank: int) -> set[int]:
+    """The members of the group of a round that `rank` is in."""
+    return set(item.groups[(item.groups == rank).any(1)][0].tolist())
 
 
 def gpu_xid(scene: Scene) -> list[Case]:
@@ -166,7 +181,14 @@ def link_cut(scene: Scene) -> list[Case]:
         "hang", "H3", links=[up, down], causes=["link_fault"], action="notify", kind="link",
         keep=scene.layout.node_names,
     )  # fmt: skip
-    return [Case(right, breakage=_cut(scene, dead), fabric=True, cut=up)]
+    sources = {int(rank) for name, family in scene.layout.families.items() for rank in family.edges[dead[name]][:, 0]}
+
+    def witness(health: Health, x: float) -> None:
+        del x
+        for rank in sources:
+            health.ib[rank]["retransmits"] += int(scene.rng.integers(7, 900))
+
+    return [Case(right, breakage=_cut(scene, dead), witness=witness, fabric=True, cut=up)]
 
 
 def _never(scene: Scene, ranks: list[int], causes: list[str], witness: Witness = no_witness) -> Case:

@@ -142,7 +142,7 @@ def fabric_record(
             path = [names[i] for i in (int(table.up[group, hop]), int(table.down[group, hop])) if i >= 0]
             line = layout.nic_gbps / 8
             rate = min(line, float(table.gb_s[group, hop] * noise[group, hop]))
-            cut = dead in path
+            cut = dead is not None and bool({dead, "-".join(reversed(dead.split("-")))} & set(path))
             queue = line / max(rate, 1e-3)
             source, target = family.edges[group, hop].tolist()
             flows.append(

@@ -54,6 +54,11 @@ class Program:
     slots: dict[str, tuple[str, ...]]
     order: tuple[tuple[tuple[str, int], ...], ...]
 
+    @property
+    def passed(self) -> frozenset[int]:
+        """Work rows that this step really has."""
+        return frozenset(item.work for item in self.instructions)
+
 
 class _Stage:
     """Writes the program of one stage."""

@@ -44,7 +44,9 @@ def summaries(layout: Layout, timeline: Timeline, weather: Weather, words: dict[
         operators = []
         for name, kind, stats in columns:
             if stats["invocation_count"][rank] > 0:
-                values = {key: round(float(column[rank]), 3) for key, column in stats.items()}
+                values = {
+                    key: round(float(column[rank]), 6 if key.endswith("ms") else 3) for key, column in stats.items()
+                }
                 values["invocation_count"] = int(values["invocation_count"])
                 operators.append({"operator_name": name, "kind": kind} | values)
         out.append(
@@ -78,9 +80,9 @@ def _phases(timeline: Timeline, steps: list[int]) -> dict[str, Floats]:
     world = timeline.work[0][0].shape[1]
     phases = {name: np.zeros(world) for name in dict.fromkeys(names.values())}
     for step in steps:
-        evaluate = not any("grad" in track or track == "dp" for track in timeline.programs[step].slots)
+        passed = timeline.programs[step].passed
         for row, (kind, _) in enumerate(timeline.programs[step].rows):
-            if not (evaluate and kind in ("bwd", "grad", "opt")):
+            if row in passed:
                 phases[names[kind]] += (timeline.work[step][0][row] + timeline.work[step][1][row]) / len(steps)
     return phases
 
@@ -92,7 +94,8 @@ def _own(layout: Layout, timeline: Timeline, weather: Weather, steps: list[int],
     for step in steps:
         since = step - timeline.onset
         own, still = timeline.work[step]
-        rows = timeline.programs[step].rows
+        program = timeline.programs[step]
+        rows = [row if i in program.passed else ("", 0) for i, row in enumerate(program.rows)]
         speed = speed_factors(weather, layout.world, since)
         resource = {name: np.ones(layout.world) for name in RESOURCES}
         for effect in weather.effects:
@@ -100,17 +103,18 @@ def _own(layout: Layout, timeline: Timeline, weather: Weather, steps: list[int],
                 resource[effect.resource] = resource[effect.resource] * effect.factor
         for kind, name in (("start", words["start"]), ("copy", words["copy"]), ("opt", "adam_multi_tensor")):
             chosen = [i for i, row in enumerate(rows) if row[0] == kind]
-            tables.setdefault(name, []).append(own[chosen])
+            waiting = any(stall.operator == name for stall in weather.stalls)
+            tables.setdefault(name, []).append(own[chosen] + still[chosen] if waiting else own[chosen])
         passes = [i for i, row in enumerate(rows) if row[0] in ("fwd", "bwd")]
         for name, (share, by) in KERNELS.items():
             tables.setdefault(name, []).append(own[passes] * (share * resource[by] / speed["fwd"]))
         for stall in weather.stalls:
-            if active(stall.pattern, since):
+            if active(stall.pattern, since) and stall.operator != words["start"]:
                 kinds[stall.operator] = "host"
                 chosen = [i for i, row in enumerate(rows) if row[0] == stall.kind]
                 tables.setdefault(stall.operator, []).append(np.where(stall.ms > 0, still[chosen], 0.0))
     joined = {name: np.concatenate(parts) * 1000.0 for name, parts in tables.items()}
-    return [(name, kinds.get(name, "compute"), np.where(d > 0, d, np.nan)) for name, d in joined.items()]
+    return [(name, kinds.get(name, "compute"), np.where(d > 0, d, np.nan)) for name, d in joined.items() if len(d)]
 
 
 def _rounds(timeline: Timeline, steps: list[int]) -> list[Sample]:
