@@ -17,6 +17,8 @@ class Limits:
     """Bytes and counts. The defaults hold a million ranks; a test sets smaller ones."""
 
     line_bytes_max: int = 8 * MIB
+    lines_max: int = 1 << 23  # of one file
+    skipped_max: int = 50_000  # lines of one file that are nothing; then the rest is nothing either
     document_bytes_max: int = 256 * MIB  # a file that is read as one: JSON document, pickle, parquet
     total_bytes_max: int = 4096 * MIB
     names_max: int = 1 << 22  # different communicators, nodes, operators, links: each

@@ -10,7 +10,7 @@ from diagnosis.evidence.notes import Notes
 
 def numbered_lines(file: str, chunks: Iterable[bytes], limits: Limits, notes: Notes) -> Iterator[tuple[int, bytes]]:
     """Lines that are not blank, with their number from 1. A line longer than the limit is noted and passed over: at
-    most the limit and one chunk of it are held."""
+    most the limit and one chunk of it are held. It ends early where too many lines had to be skipped."""
     number = 1
     held: list[bytes] = []
     size = 0
@@ -27,15 +27,18 @@ def numbered_lines(file: str, chunks: Iterable[bytes], limits: Limits, notes: No
             if end < 0:
                 break
             if size > limits.line_bytes_max:
-                notes.add(file, "the line is longer than the reader's limit and skipped", number)
+                notes.skip(file, "the line is longer than the reader's limit and skipped", number)
             elif line := b"".join(held).strip():
                 yield number, line
             held.clear()
             size = 0
             number += 1
             start = end + 1
+            if number > limits.lines_max or notes.skipped(file) > limits.skipped_max:
+                notes.add(file, f"the rest from line {number} on is not read: too many lines, or too many faults")
+                return
     if size > limits.line_bytes_max:
-        notes.add(file, "the line is longer than the reader's limit and skipped", number)
+        notes.skip(file, "the line is longer than the reader's limit and skipped", number)
     elif line := b"".join(held).strip():
         yield number, line
 

@@ -6,6 +6,7 @@ then counted; and there are only so many different faults.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Final
 
 SHOWN_OF_A_KIND_MAX: Final = 3
@@ -17,9 +18,19 @@ class Notes:
     """Collects notes; `lines()` gives them in the order in which each kind came first."""
 
     def __init__(self) -> None:
-        self._kinds: dict[tuple[str, str], list[int]] = {}  # lines shown, then the count of all
+        self._kinds: dict[tuple[str, str], list[int]] = {}  # lines that are shown
         self._counts: dict[tuple[str, str], int] = {}
         self._others = 0
+        self._skipped: Counter[str] = Counter()
+
+    def skip(self, file: str, text: str, line: int) -> None:
+        """A fault for which a whole line is left out."""
+        self._skipped[file] += 1
+        self.add(file, text, line)
+
+    def skipped(self, file: str) -> int:
+        """How many lines of the file are left out."""
+        return self._skipped[file]
 
     def add(self, file: str, text: str, line: int = 0, count: int = 1) -> None:
         """One fault of `file`; `line` counts from 1, 0: no line. `count`: how often, where it is known at once."""

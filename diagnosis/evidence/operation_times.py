@@ -35,7 +35,7 @@ from diagnosis.contracts.verdict import DOMAIN_OF_CAUSE, Action, Culprit, Eviden
 SLOWDOWN_MIN: Final = 1.1
 SHARE_MIN: Final = 0.5
 WORKER_RATIO_MIN: Final = 1.2
-WORKERS_SHARE_MAX: Final = 0.1
+WORKERS_SHARE_MAX: Final = 0.25
 WORKERS_NAMED_MAX: Final = 32
 CELLS_MAX: Final = 1 << 26
 OPERATIONS_MAX: Final = 1 << 15
@@ -154,7 +154,7 @@ def judge(times: OperationTimes) -> Verdict:
     ]
     few = len(workers) <= max(1.0, WORKERS_SHARE_MAX * times.rank.size)
     if workers and few and by_workers >= SHARE_MIN:
-        return _workers_verdict(times, schedule, filled, workers, by_workers, step_s, even_s, facts)
+        return _workers_verdict(times, schedule, filled, workers, by_workers, slowdown, mended_s, facts)
     longer = f"Steps take {slowdown:.2f} times as long as even ones"
     if by_stage >= max(SHARE_MIN, by_microbatch):
         return _imbalance(f"{longer}: stage {stage} has more work than the others.", by_stage, loss_s, facts)
@@ -270,8 +270,8 @@ def _workers_verdict(
     filled: Floats,
     workers: list[tuple[int, int]],
     share: float,
-    step_s: float,
-    even_s: float,
+    slowdown: float,
+    mended_s: float,
     facts: list[EvidenceItem],
 ) -> Verdict:
     culprits = []
@@ -286,7 +286,7 @@ def _workers_verdict(
                 cause="unknown",
                 domain=DOMAIN_OF_CAUSE["unknown"],
                 confidence=round(min(0.9, share), 2),
-                lost_ms_per_step=round(max(0.0, alone_s - even_s) * 1000, 1),
+                lost_ms_per_step=round(max(0.0, alone_s - mended_s) * 1000, 1),
             )
         )
     names = ", ".join(_worker_name(times, worker) for worker in workers[:4])
@@ -298,7 +298,7 @@ def _workers_verdict(
         culprits=culprits,
         victims={"ranks": int(times.rank.size) - len(workers)},
         action=Action(kind="collect", collect=f"GPU clocks, their event reasons and host load of {names}{more}"),
-        summary=f"Steps take {step_s / even_s:.2f} times as long as even ones, and {min(share, 1.0):.0%} of that is "
+        summary=f"Steps take {slowdown:.2f} times as long as even ones, and {min(share, 1.0):.0%} of that is "
         f"{names}{more} computing slowly; nothing here says why.",
         evidence=facts,
     )

@@ -102,7 +102,7 @@ class Decoder(Generic[T]):
         try:
             made = mend(loose(line), self._kind, self._special)
         except ValueError:
-            notes.add(file, MALFORMED, at)
+            notes.skip(file, MALFORMED, at)
             return None
         notes.add(file, ODD_VALUE, at)
         return made

@@ -44,11 +44,11 @@ class CommunicatorTable:
         ranks = line.ranks or []
         line.ranks = None  # held as an array from here on
         if index < 0 or not ranks:
-            self._notes.add(file, "a communicator without an id or without ranks is skipped", at)
+            self._notes.skip(file, "a communicator without an id or without ranks is skipped", at)
         elif index in self._lines:
-            self._notes.add(file, "the communicator is told twice; the first time counts", at)
+            self._notes.skip(file, "the communicator is told twice; the first time counts", at)
         elif self._total + len(ranks) > self._limits.members_max:
-            self._notes.add(file, "more members than the reader's limit: the communicator is skipped", at)
+            self._notes.skip(file, "more members than the reader's limit: the communicator is skipped", at)
         else:
             self._total += len(ranks)
             self._lines[index] = line

@@ -44,16 +44,16 @@ class FrameTable:
             if line is None:
                 continue
             if line.rank is None or not 0 <= line.rank < WORLD_MAX:
-                self._notes.add(file, "a frame without a possible rank is skipped", at)
+                self._notes.skip(file, "a frame without a possible rank is skipped", at)
             elif len(self._frames) >= self._limits.frames_max:
-                self._notes.add(file, "more frames than the reader's limit: skipped", at)
+                self._notes.skip(file, "more frames than the reader's limit: skipped", at)
             else:
                 self._add(file, at, line, line.rank)
 
     def _add(self, file: str, at: int, line: FrameLine, rank: int) -> None:
         rows = line.comms or []
         if len(rows) > self._limits.rows_per_frame_max or self._rows + len(rows) > self._limits.rows_max:
-            self._notes.add(file, "more communicators than the reader's limit: the frame is skipped", at)
+            self._notes.skip(file, "more communicators than the reader's limit: the frame is skipped", at)
             return
         frame = len(self._frames)
         self._frames.append((rank, line.t_ms, line.window_ms))

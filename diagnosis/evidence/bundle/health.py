@@ -63,9 +63,9 @@ class HealthTables:
                 except ValueError:
                     line = None
             if not isinstance(line, dict):
-                self._notes.add(file, MALFORMED, at)
+                self._notes.skip(file, MALFORMED, at)
             elif self._rows >= self._limits.observations_max:
-                self._notes.add(file, "more observations than the reader's limit: skipped", at)
+                self._notes.skip(file, "more observations than the reader's limit: skipped", at)
             else:
                 self._add(file, at, line)
 
@@ -73,7 +73,7 @@ class HealthTables:
         node, source = text(line.get("node")), line.get("source")
         index = self._nodes.index(node)
         if node is None or index < 0:
-            self._notes.add(file, "an observation without a node is skipped", at)
+            self._notes.skip(file, "an observation without a node is skipped", at)
         elif source == "kmsg":
             self._add_kernel_line(file, at, node, line.get("line"))
         elif isinstance(source, str) and source in self._sources:
@@ -83,9 +83,9 @@ class HealthTables:
 
     def _add_kernel_line(self, file: str, at: int, node: str, content: object) -> None:
         if not isinstance(content, str):
-            self._notes.add(file, "a kernel line without text is skipped", at)
+            self._notes.skip(file, "a kernel line without text is skipped", at)
         elif len(self._kernel) >= self._limits.kernel_lines_max:
-            self._notes.add(file, "more kernel lines than the reader's limit: skipped", at)
+            self._notes.skip(file, "more kernel lines than the reader's limit: skipped", at)
         else:
             self._kernel.append(KernelLine(node, content[: self._limits.kernel_line_chars_max]))
 
@@ -96,7 +96,7 @@ class HealthTables:
         elif source.entity_field:
             entity = text(line.get(source.entity_field))
         if entity is None or (isinstance(entity, int) and entity < 0):
-            self._notes.add(file, f"an observation without a {source.entity_field} is skipped", at)
+            self._notes.skip(file, f"an observation without a {source.entity_field} is skipped", at)
             return
         old = line.get("since") is not None
         values: list[float | None] = []

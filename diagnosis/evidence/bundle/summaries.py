@@ -40,9 +40,9 @@ class SummaryTable:
             if line is None:
                 continue
             if line.worker_rank is None or not 0 <= line.worker_rank < WORLD_MAX:
-                self._notes.add(file, "a summary without a possible rank is skipped", at)
+                self._notes.skip(file, "a summary without a possible rank is skipped", at)
             elif len(self._workers) >= self._limits.frames_max:
-                self._notes.add(file, "more summaries than the reader's limit: skipped", at)
+                self._notes.skip(file, "more summaries than the reader's limit: skipped", at)
             else:
                 self._add(file, at, line, line.worker_rank)
 
