@@ -22,6 +22,7 @@ from pathlib import Path
 from tests.integration.gloo_double import Double, Driver, build, probe_library, running
 
 ROUNDS, TURNS = 100_000, 7
+QUICK_ROUNDS, QUICK_TURNS = 20_000, 3
 INSTRUCTION_ROUNDS = 2_000
 NS_PER_COLLECTIVE_MAX = 1000.0
 ALL_REDUCE_TURNS = 3
@@ -62,17 +63,20 @@ def program(double: Double, frames: Path, *, probed: bool) -> Iterator[Driver]:
 def unit_costs_ns(directory: Path) -> tuple[float, float]:
     """What the probe adds to a collective and to each of its transfer steps, in ns; measured in a few seconds."""
     double = build(directory)
-    net = {steps: probed - plain for steps in (0, 16) for plain, probed in [loop_ns(double, directory, steps, turns=3)]}
-    return net[0], (net[16] - net[0]) / 16
+    few, many = (
+        probed - plain
+        for plain, probed in (loop_ns(double, directory, steps, QUICK_TURNS, QUICK_ROUNDS) for steps in (0, 16))
+    )
+    return few, (many - few) / 16
 
 
-def loop_ns(double: Double, frames: Path, steps: int, turns: int = TURNS) -> tuple[float, float]:
+def loop_ns(double: Double, frames: Path, steps: int, turns: int = TURNS, rounds: int = ROUNDS) -> tuple[float, float]:
     """Medians of CPU time per collective in ns: (without, with) the probe."""
     with program(double, frames, probed=False) as plain, program(double, frames, probed=True) as probed:
         times: tuple[list[float], list[float]] = ([], [])
         for _ in range(turns):
             for driver, taken in zip((plain, probed), times, strict=True):
-                taken.append(int(driver.ask(f"storm world 1 {ROUNDS} {steps}")) / ROUNDS)
+                taken.append(int(driver.ask(f"storm world 1 {rounds} {steps}")) / rounds)
     return statistics.median(times[0]), statistics.median(times[1])
 
 

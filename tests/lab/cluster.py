@@ -140,11 +140,15 @@ class Lab(Client):
         self.network.link(name, up)
 
     def environment(self, extra: Mapping[str, str] | None = None) -> dict[str, str]:
-        """The environment of the lab's processes: this Python first on PATH, our Slurm, nothing of the caller's."""
+        """The environment of the lab's processes: this Python first on PATH, our Slurm, nothing of the caller's.
+
+        Temporary files go into the lab's directory: a job that is killed leaves some.
+        """
         return {
             "PATH": f"{Path(sys.executable).parent}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
             "HOME": os.environ.get("HOME", "/"),
             "LANG": "C.UTF-8",
+            "TMPDIR": str(self.directory / "tmp"),
             "SLURM_CONF": str(self.slurm_conf),
             system.LAB_VARIABLE: str(self.directory),
             **(extra or {}),
@@ -227,9 +231,10 @@ class Lab(Client):
     def _make_directories(self) -> None:
         self.directory.mkdir(mode=0o755)
         sweep.write_owner(self.directory)
-        for part in ("etc", "log", "gpus", "run", "spool", "spool/slurmctld", "munge", "work"):
+        for part in ("etc", "log", "gpus", "run", "spool", "spool/slurmctld", "munge", "work", "tmp"):
             (self.directory / part).mkdir(mode=0o755)
-        for shared in (self.frame_root, *(self.frame_root / name for name in self.node_names), self.work):
+        frame_directories = (self.frame_root / name for name in self.node_names)
+        for shared in (self.frame_root, *frame_directories, self.work, self.directory / "tmp"):
             shared.mkdir(exist_ok=True)
             shared.chmod(0o1777)
         for job in JOBS.iterdir():

@@ -6,24 +6,35 @@ A throw-away Slurm cluster, a controller, node daemons, a chat and a real data-p
     FAULT=h1    rank 5 is stopped for ever: software, so the job is requeued away from it and nothing is drained
     FAULT=none  a minute of healthy training with one long checkpoint: nothing happens
 
-Exit code 0 when the story ended as it should, 1 when not. Everything is removed at the end, whatever happened.
+Exit code 0 when the story ended as it should, 1 when not. Everything is removed at the end, whatever happened; the
+first ^C (or SIGTERM, or the terminal going away) ends the demo early, further ones cannot cut the cleaning short.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from types import FrameType
+from typing import Any, Final
 
+from diagnosis.engine.thresholds import Thresholds
+from remediation.policy.rules import Policy
 from tests.bench.bench_probe import unit_costs_ns
 from tests.lab.cluster import Lab
 from tests.lab.faults import Duty, ranks, stop_forever, work_seen
 from tests.lab.stack import HANG_FLOOR_S, PAGE_PORT, Stack
 from tests.lab.system import LabError, eventually
 
+FAULTS: Final = {
+    "s1": "Fault: a GPU is throttled, so its rank is slow. Two witnesses: its node is drained, the job runs elsewhere.",
+    "h1": "Fault: a rank is stopped for ever. Software: the job is requeued away from it, and nothing is drained.",
+    "none": "No fault: a minute of healthy training with one long checkpoint, and nothing is done.",
+}
+ENDINGS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 CULPRIT = 5
 HEALTHY_S = 60.0
 LONG_CHECKPOINT_S = 5
@@ -51,23 +62,28 @@ class Story:
 
 
 class Demo:
-    """One run. `check` collects what did not end as it should."""
+    """One run. `check` collects what ended as it should and what did not."""
 
     def __init__(self, story: Story, lab: Lab, stack: Stack) -> None:
         self.story = story
         self.lab = lab
         self.stack = stack
+        self.right: list[str] = []
         self.wrong: list[str] = []
+        self.incident = ""
 
-    def check(self, fine: bool, expectation: str) -> None:
-        """Note an expectation that did not hold."""
-        if not fine:
-            self.wrong.append(expectation)
+    def check(self, fine: bool, expectation: str, found: object = "") -> None:
+        """Note an expectation, and what was found instead where it did not hold."""
+        if fine:
+            self.right.append(expectation)
+        else:
+            self.wrong.append(f"{expectation}; found: {found}" if found != "" else expectation)
 
     def train(self) -> int:
         """Submit the user's script and wait until it trains at its normal speed."""
         job = self.lab.submit("train.sh", env={"PAUSE_FILE": "pause"})
         self.story.tell(f"job {job} submitted: sbatch train.sh (4 nodes, 8 ranks, DDP over gloo, no word about tocsin)")
+        self.story.tell("the ranks load torch, and tocsin learns how long a round (here one training step) takes ...")
         self.stack.wait_healthy(job)
         told = self.stack.job(job) or {}
         self.story.tell(
@@ -88,8 +104,8 @@ class Demo:
             )
             incident = self.act(job, victim.node)
         reasons = self.lab.drain_reasons()
-        self.check(list(reasons) == [victim.node], f"exactly {victim.node} is drained, sinfo -R says {reasons}")
-        self.check(incident["verdict"]["class"] == "S1", "the class is S1")
+        self.check(list(reasons) == [victim.node], f"{victim.node} alone is drained", reasons)
+        self.check(incident["verdict"]["class"] == "S1", "the class is S1", incident["verdict"]["class"])
 
     def h1(self) -> None:
         """A rank that is stopped for ever."""
@@ -99,8 +115,8 @@ class Demo:
         stop_forever(victim.pid)
         self.story.tell(f"fault made: rank {CULPRIT} on {victim.node} (pid {victim.pid}) is stopped for ever")
         incident = self.act(job, victim.node)
-        self.check(self.lab.drain_reasons() == {}, f"nothing is drained, sinfo -R says {self.lab.drain_reasons()}")
-        self.check(incident["verdict"]["class"] == "H1", "the class is H1")
+        self.check(self.lab.drain_reasons() == {}, "nothing is drained", self.lab.drain_reasons())
+        self.check(incident["verdict"]["class"] == "H1", "the class is H1", incident["verdict"]["class"])
         kept = [p for e in self.stack.detail(incident["id"])["evidence"] for p in e["told"]["processes"]]
         stopped = [process for process in kept if process["rank"] == CULPRIT and process["state"] == "T"]
         self.check(bool(stopped), "the state of the stopped process is kept as evidence")
@@ -121,15 +137,16 @@ class Demo:
         eventually(lambda: time.time() - began >= HEALTHY_S, HEALTHY_S + 1, "a minute", 0.5)
         told = self.stack.job(job) or {}
         self.story.tell(f"after {HEALTHY_S:.0f} s: {told['rounds']} rounds, {told['round_ms']} ms a round")
-        self.check(self.stack.incidents() == [], f"no incident, there is {self.stack.incidents()}")
-        self.check(self.lab.drain_reasons() == {}, "nothing is drained")
-        self.check(self.lab.job(job)["Restarts"] == "0", "nothing is requeued")
-        self.check(self.stack.chat.posts == [], "nothing is sent")
+        self.check(self.stack.incidents() == [], "no incident is opened", self.stack.incidents())
+        self.check(self.lab.drain_reasons() == {}, "nothing is drained", self.lab.drain_reasons())
+        self.check(self.lab.job(job)["Restarts"] == "0", "the job is not requeued")
+        self.check(self.stack.chat.posts == [], "the chat gets no message", self.stack.chat.posts)
 
     def act(self, job: int, node: str) -> dict[str, Any]:
         """Follow one fault from detection to the job that runs elsewhere; returns the closed incident."""
         story, fault_at = self.story, self.story.fault_at or 0.0
         incident = self.stack.wait_incident(job, 60)
+        self.incident = incident["id"]
         story.tell(f"detected: incident {incident['id']}", incident["opened_at"])
         verdict = incident["verdict"]
         story.tell(f"verdict {verdict['class']}: {verdict['summary']}", incident["opened_at"])
@@ -141,16 +158,16 @@ class Demo:
         story.tell(f"requeued: job {job} is {self.lab.job_state(job)}")
         running_at = self._moment(lambda: self.lab.job_state(job) == "RUNNING", "the job running again")
         nodes = self.lab.job_nodes(job)
-        story.tell(f"running elsewhere: {_nodes(self.lab, job)}", running_at)
-        self.check(node not in nodes and len(nodes) == 4, f"the job runs without {node}, it has {nodes}")
+        story.tell(f"running elsewhere: {_nodes(self.lab, job)}; the ranks load torch again ...", running_at)
+        self.check(node not in nodes and len(nodes) == 4, f"the job runs on four nodes without {node}", nodes)
         stepping_at = self._moment(lambda: self._steps(job), "steps of the new attempt")
         story.tell("its ranks advance", stepping_at)
         closed: dict[str, Any] = self.stack.wait_closed(incident["id"])["incident"]
         story.tell(f"incident closed, {closed['outcome']}: {closed['outcome_text']}", closed["closed_at"])
-        self.check(closed["outcome"] == "resolved", f"the incident is resolved, it is {closed['outcome']}")
+        self.check(closed["outcome"] == "resolved", "the incident is resolved", closed["outcome"])
         self._show_message(2)
         named = [culprit["rank"] for culprit in verdict["culprits"]]
-        self.check(named == [CULPRIT], f"rank {CULPRIT} is named alone, named is {named}")
+        self.check(named == [CULPRIT], f"rank {CULPRIT} alone is named", named)
         story.plain()
         story.plain(f"fault to verdict                     {incident['opened_at'] - fault_at:5.1f} s")
         story.plain(f"verdict to RUNNING elsewhere         {running_at - incident['opened_at']:5.1f} s")
@@ -179,14 +196,18 @@ def _nodes(lab: Lab, job: int) -> str:
 def main() -> int:
     """See the module."""
     fault = os.environ.get("FAULT", "s1")
-    if fault not in ("s1", "h1", "none"):
-        sys.stderr.write(f"FAULT={fault}: should be s1, h1 or none\n")
+    if fault not in FAULTS:
+        sys.stderr.write(f"FAULT={fault}: should be {', '.join(FAULTS)}\n")
         return 2
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     story = Story()
-    story.plain(__doc__.strip().split("\n\n")[1])
-    story.tell(f"tocsin demo, FAULT={fault}; the hang floor is {HANG_FLOOR_S:.0f} s here, 120 s in production")
     try:
+        _end_on_signals()
+        story.plain(
+            "A throw-away Slurm cluster, a controller, node daemons, a chat and a real data-parallel training job."
+        )
+        story.plain(FAULTS[fault])
+        story.plain(_shortened())
+        story.tell(f"starting, FAULT={fault}")
         with Lab(probe=True) as lab:
             version = lab.run("sinfo", "--version").stdout.strip()
             story.tell(f"cluster up: {version}, 8 nodes with 2 (fake) GPUs each, idle")
@@ -195,38 +216,90 @@ def main() -> int:
     except LabError as error:
         story.plain(f"the demo failed: {error}")
         return 1
-    except KeyboardInterrupt:
-        story.plain("interrupted, cleaned up")
-        return 130
+    except SystemExit:
+        with contextlib.suppress(OSError):  # the terminal may be gone
+            story.plain("everything is removed")
+        raise
+
+
+def _end_on_signals() -> None:
+    """What the caller ignores (nohup) stays ignored."""
+
+    def end(number: int, _frame: FrameType | None) -> None:
+        _hear_no_signals()
+        with contextlib.suppress(OSError):
+            os.write(1, b"\nended early, removing everything ...\n")  # print may be interrupted in the middle
+        raise SystemExit(128 + number)
+
+    for one in ENDINGS:
+        if signal.getsignal(one) is not signal.SIG_IGN:
+            signal.signal(one, end)
+
+
+def _hear_no_signals() -> None:
+    """From now on nothing interrupts: everything is about to be removed."""
+    for one in ENDINGS:
+        signal.signal(one, signal.SIG_IGN)
+
+
+def _shortened() -> str:
+    """How the lab differs from the defaults."""
+    policy, limits = Policy(), Thresholds()
+    return (
+        f"Limits are short here: {HANG_FLOOR_S:.0f} s without progress are a hang (by default"
+        f" {limits.hang_floor_s:.0f} s), and a verdict is acted upon at once\n"
+        f"(by default it must have stood {policy.hang.dwell_s:.0f} s for a hang and {policy.slow.dwell_s:.0f} s for a"
+        " slow job, and tocsin only observes)."
+    )
 
 
 def _run(fault: str, story: Story, lab: Lab, stack: Stack) -> int:
     story.tell("controller and 8 node daemons up, every node reports")
+    person = sys.stdin.isatty() and sys.stdout.isatty()
+    page = f"http://127.0.0.1:{lab.relay(PAGE_PORT)}/" if person else ""
+    if person:
+        story.plain(f"Watch it on the page: {page}")
     demo = Demo(story, lab, stack)
     before, began = stack.cpu_share(), time.monotonic()
     getattr(demo, fault)()
     seconds = time.monotonic() - began
     _tell_costs(story, stack, {name: used - before[name] for name, used in stack.cpu_share().items()}, seconds)
     story.plain()
+    story.plain(f"As it should be: {'; '.join(demo.right)}.")
     for expectation in demo.wrong:
         story.plain(f"WRONG: expected that {expectation}")
-    if sys.stdin.isatty() and sys.stdout.isatty():
-        story.plain(f"The page: http://127.0.0.1:{lab.relay(PAGE_PORT)}/  The command line:")
-        story.plain(f"    .venv/bin/tocsin incidents --socket {stack.socket}")
-        story.plain("Enter ends the demo and removes everything.")
+    if person:
+        _show_around(story, lab, stack, page, demo.incident)
         sys.stdin.readline()
-    story.tell("cleaning up")
+    _hear_no_signals()
+    story.tell("removing everything")
     return 1 if demo.wrong else 0
+
+
+def _show_around(story: Story, lab: Lab, stack: Stack, page: str, incident: str) -> None:
+    """Where a person can look while the cluster stands."""
+    inside = " ".join([f"SLURM_CONF={lab.slurm_conf}", *lab.network.enter(None)])
+    story.plain()
+    story.plain(f"It runs on until you press Enter; that removes everything. The page: {page}")
+    story.plain("From another terminal, in this directory:")
+    story.plain(f"    export TOCSIN_SOCKET={stack.socket}")
+    story.plain("    .venv/bin/tocsin status")
+    if incident:
+        story.plain(f"    .venv/bin/tocsin show {incident}")
+    story.plain(f"    {inside} sinfo")
+    story.plain("Enter ends the demo.")
 
 
 def _tell_costs(story: Story, stack: Stack, used_s: Mapping[str, float], seconds: float) -> None:
     """The share of one core that tocsin took. The probes' is their work times what each piece costs, measured now."""
+    story.tell("measuring what a collective costs the probe on this machine (a small program is compiled) ...")
     per_collective_ns, per_step_ns = unit_costs_ns(stack.directory)
     collectives, steps = work_seen(stack.lab.frame_root, 1)
     probes_s = (collectives * per_collective_ns + steps * per_step_ns) / 1e9
-    story.plain(
-        f"share of one core: all probes          {100 * probes_s / seconds:5.2f} %",
+    told = (
+        f"{collectives:,} collectives at {per_collective_ns:.0f} ns, {steps:,} transfer steps at {per_step_ns:.0f} ns"
     )
+    story.plain(f"share of one core: all 8 probes        {100 * probes_s / seconds:5.2f} %  ({told})")
     story.plain(f"share of one core: 8 node daemons      {100 * used_s['daemons'] / seconds:5.2f} %")
     story.plain(f"share of one core: controller          {100 * used_s['controller'] / seconds:5.2f} %")
 
