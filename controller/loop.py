@@ -38,6 +38,8 @@ from remediation.policy.world import World
 SUSPICION_SHARE: Final = 0.6
 """Share of the hang bound after which suspects are asked what they are doing."""
 RECOVERED_AFTER_S: Final = 30.0
+FAULT_LOG_PERIOD_S: Final = 60.0
+"""A fault that lasts is logged so often, not in every cycle."""
 _log = structlog.get_logger("loop")
 
 
@@ -82,6 +84,7 @@ class ControlLoop:
         self.verdicts: dict[Attempt, Verdict] = {}
         self._read = False
         self._status = LoopStatus(mode=policy_source().mode)
+        self._fault_logged_at = 0.0
 
     async def _read_back(self) -> None:
         """What was open when the controller ended goes on; what was to be told then is told, once."""
@@ -113,8 +116,7 @@ class ControlLoop:
         except Exception as error:  # noqa: BLE001 - the shell of the loop: a bug must not silence the alarm
             fault = f"bug in tocsin, please report it: {type(error).__name__}: {error}"
             _log.exception("bug")
-        if fault is not None:
-            _log.warning("cycle failed", fault=fault)
+        self._log_fault(fault)
         world = self._world
         self._status = LoopStatus(
             mode=self._policy().mode,
@@ -126,6 +128,15 @@ class ControlLoop:
             world_at=world.taken_at if world else None,
             nodes_held=len(held_by_us(world)) if world else None,
         )
+
+    def _log_fault(self, fault: str | None) -> None:
+        """A new fault at once, one that lasts once in a while, and its end."""
+        now, before = self._clock(), self._status.fault
+        if fault is None and before is not None:
+            _log.info("cycle succeeds again")
+        elif fault is not None and (before is None or now - self._fault_logged_at >= FAULT_LOG_PERIOD_S):
+            self._fault_logged_at = now
+            _log.warning("cycle failed", fault=fault)
 
     async def _cycle(self) -> str:
         if not self._read:
@@ -259,8 +270,9 @@ class ControlLoop:
         if isinstance(step, Finished):
             await self._close(incident, cast(OutcomeWord, step.outcome), step.text)
         elif not incident.timeline or incident.timeline[-1][1] != step.why:
-            incident.timeline.append((now, step.why))
-            await self._store.add_line(incident.id, now, step.why)
+            at = self._clock()  # after the acts that led here, as it stands in the timeline
+            incident.timeline.append((at, step.why))
+            await self._store.add_line(incident.id, at, step.why)
 
     async def _maybe_recovered(self, attempt: Attempt, incident: Incident, now: float) -> None:
         since = self._well_since.setdefault(attempt, now)
@@ -291,7 +303,8 @@ class ControlLoop:
         acting = sum(incident.phase == "acting" for incident in self._open.values())
         sick = sum(verdict.anomaly != "none" for verdict in self.verdicts.values())
         paused = "PAUSE: " if self._pause.state() is not None or self._policy().paused else ""
-        return f"{paused}{len(self.verdicts)} jobs watched, {sick} with an anomaly, {acting} being acted on"
+        watched = f"{len(self.verdicts)} job{'s' if len(self.verdicts) != 1 else ''} watched"
+        return f"{paused}{watched}, {sick} with an anomaly, {acting} being acted on"
 
 
 def worth_an_incident(verdict: Verdict) -> bool:

@@ -83,7 +83,19 @@ async def test_an_empty_controller_has_a_whole_page(site: Site) -> None:
     status, html, _ = await site.get("/")
     page = Reader(html)
     assert status == 200
-    assert "All quiet" in page.text and "No job with a probe is running." in page.text and "observe" in page.text
+    assert "Not watching" in page.text and "No job with a probe is running." in page.text and "observe" in page.text
+
+
+async def test_quiet_is_said_only_by_a_controller_that_sees(site: Site) -> None:
+    told, nodes = site.reading.loop.told, site.reading.registry.nodes
+    assert "All quiet" in (await site.get("/"))[1]
+    site.reading.loop.told = LoopStatus(mode="act", world_at=told.world_at, fault="Slurm does not answer")
+    assert "Not watching" in (await site.get("/"))[1]
+    site.reading.loop.told, site.reading.registry.nodes = told, []
+    html = (await site.get("/"))[1]
+    assert "Not watching" in html and "No node daemon has reported yet." in html
+    site.reading.registry.nodes = nodes
+    assert "All quiet" in (await site.get("/"))[1]
 
 
 async def test_the_overview_shows_jobs_incidents_and_troubled_nodes(site: Site) -> None:

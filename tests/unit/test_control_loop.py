@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from controller.control.pause import Pause
 from controller.loop import ControlLoop
@@ -46,6 +48,7 @@ class World:
         self.asked: list[tuple[str, CollectEvent]] = []
         self.throttled: set[str] = set()
         self.sample = 0
+        self.ticks = itertools.count()
         self.sim = SimJob(job_id=JOB)
         self.offset_s = self.slurm.now - self.sim.now_ms / 1000
 
@@ -62,7 +65,7 @@ class World:
             notifier=self,
             policy_source=lambda: self.policy,
             settings=Settings(),
-            clock=lambda: self.slurm.now,
+            clock=lambda: self.slurm.now + next(self.ticks) * 1e-6,  # time passes within a cycle too
         )
 
     async def tell(self, incident: Incident, change: str, at: float) -> None:
@@ -183,6 +186,17 @@ async def test_a_throttled_gpu_is_drained_and_the_job_runs_elsewhere(world: Worl
     view = world.slurm.jobs[JOB].view
     assert (view.state, view.restarts) == ("RUNNING", 1) and GUILTY not in view.nodes
     assert world.told == [(incident.id, "opened"), (incident.id, "closed")]
+    assert incident.timeline == sorted(incident.timeline, key=lambda line: line[0])
+
+
+async def test_a_fault_that_lasts_is_logged_once_a_minute_and_its_end_once(world: World) -> None:
+    world.slurm.failures = {"snapshot": 125}
+    with capture_logs() as logs:
+        for _ in range(130):
+            world.slurm.now += 1.0
+            await world.loop.cycle()
+    events = [entry["event"] for entry in logs]
+    assert events.count("cycle failed") == 3 and events.count("cycle succeeds again") == 1
 
 
 async def test_a_slow_rank_without_a_second_witness_is_named_and_nothing_is_done(world: World) -> None:
