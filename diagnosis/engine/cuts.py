@@ -7,13 +7,13 @@ So when a ring stands still,
     in_flight_i = send of i - 1, less recv of i     data that was sent to i and not taken
     owed_i      = recv of i + 1 - send of i         steps that i could have sent and did not
 
-A rank that stopped owes its next step and lets data pile up before it; all behind the pile-up wait for credit, all
-before it wait for data. A connection that was cut owes nothing: i has sent all it could, and the data before it never
-arrived. The lowest count alone is no proof: after a cut it may stand at the wrong end, and rates drop together
-everywhere.
+A rank that stopped owes its next step and lets data pile up before it, and before those that wait for its credit: it
+is the last of the pile, and nothing piles up behind it, where all wait for data. A connection that was cut owes
+nothing: i has sent all it could, and the data before it never arrived. The lowest count alone is no proof: after a
+cut it may stand at the wrong end, and rates drop together everywhere.
 
 *Tree.* Members have different numbers of steps by role (root, inner, leaf), so counts are compared with the member's
-own healthy rounds: the least part of its usual steps is where the tree stands still.
+own healthy rounds: the least part of its usual steps is where the tree stands still, the lowest one of equals.
 
 Counts that are null (NVLink under a stock NCCL) decide nothing.
 """
@@ -24,8 +24,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from diagnosis.contracts.incident import Floats, State
-from diagnosis.engine.lanes import Lanes, Now
+from diagnosis.contracts.incident import Floats, Ints, State
+from diagnosis.engine.lanes import Lanes, Longs, Now
 
 PILE_UP_MIN = 2.0
 PART_CLEAR = 0.02
@@ -53,22 +53,23 @@ def find_cut(lanes: Lanes, now: Now, comm: int, steps_per_round: Floats) -> Cut:
         return Cut(comm, (), None, "no transfer steps are told of this round")
     if lanes.incident.communicators.algo[comm].upper().startswith("TREE"):
         return _in_tree(comm, ranks, send, steps_per_round[members])
-    return _in_ring(comm, ranks, send, recv)
+    return _in_ring(comm, ranks, send, recv, steps_per_round[members])
 
 
-def _in_ring(comm: int, ranks: np.ndarray, send: Floats, recv: Floats) -> Cut:
+def _in_ring(comm: int, ranks: Ints, send: Floats, recv: Floats, usual: Floats) -> Cut:
     before = np.roll(send, 1)
-    in_flight, owed = before - recv, recv + 1 - send
-    piled = np.where(np.isnan(in_flight), -np.inf, in_flight)
-    worst = int(piled.argmax())
-    others = np.delete(piled, worst)
-    if piled[worst] < PILE_UP_MIN or (len(others) and piled[worst] <= others.max()):
+    in_flight = before - recv
+    owed = np.fmin(recv + 1, usual) - send
+    piled = np.nan_to_num(in_flight) >= PILE_UP_MIN
+    ends = np.flatnonzero(piled & ~np.roll(piled, -1))
+    if not len(ends):
         owing = np.flatnonzero(np.nan_to_num(owed) >= 1)
         if len(owing) == 1:
             at = int(owing[0])
             words = f"rank {ranks[at]} received {recv[at]:.0f} steps and sent {send[at]:.0f}: it owes the next"
             return Cut(comm, (int(ranks[at]),), None, words)
         return _least(comm, ranks, send)
+    worst = int(ends[np.argmin(np.nan_to_num(recv[ends]))])
     previous, rank = int(ranks[worst - 1]), int(ranks[worst])
     pile = f"rank {previous} sent {before[worst]:.0f} steps, rank {rank} received {recv[worst]:.0f}"
     if np.isnan(owed[worst]):
@@ -78,7 +79,7 @@ def _in_ring(comm: int, ranks: np.ndarray, send: Floats, recv: Floats) -> Cut:
     return Cut(comm, (), (previous, rank), f"{pile} and sent on all of them: the data between them is lost")
 
 
-def _least(comm: int, ranks: np.ndarray, send: Floats) -> Cut:
+def _least(comm: int, ranks: Ints, send: Floats) -> Cut:
     """No pile-up: the member with the fewest steps, if it is clearly alone."""
     counts = np.where(np.isnan(send), np.inf, send)
     order = np.argsort(counts, kind="stable")
@@ -88,15 +89,35 @@ def _least(comm: int, ranks: np.ndarray, send: Floats) -> Cut:
     return Cut(comm, (), None, "the transfer steps of all members are alike")
 
 
-def _in_tree(comm: int, ranks: np.ndarray, send: Floats, usual: Floats) -> Cut:
+def _in_tree(comm: int, ranks: Ints, send: Floats, usual: Floats) -> Cut:
     with np.errstate(invalid="ignore", divide="ignore"):
         part = np.where(usual > 0, send / usual, np.nan)
     if np.isnan(part).all():
         return _least(comm, ranks, send)
     part = np.where(np.isnan(part), np.inf, part)
-    order = np.argsort(part, kind="stable")
-    at = int(order[0])
-    if len(order) > 1 and part[order[1]] - part[at] < PART_CLEAR:
-        return Cut(comm, (), None, "all members of the tree did the same part of their steps")
-    words = f"rank {ranks[at]} sent {send[at]:.0f} of its usual {usual[at]:.0f} steps, the least part of all"
+    least = np.flatnonzero(part <= part.min() + PART_CLEAR)
+    if len(least) > 1:
+        least = _lowest(least, usual)
+    if len(least) != 1:
+        return Cut(comm, (), None, f"{len(least)} members of the tree did the same least part of their steps")
+    at = int(least[0])
+    words = f"rank {ranks[at]} sent {send[at]:.0f} of its usual {usual[at]:.0f} steps, the least part of all below it"
     return Cut(comm, (int(ranks[at]),), None, words)
+
+
+def _lowest(tied: Longs, usual: Floats) -> Longs:
+    """Those of the tied positions that have no tied one beneath them; all, where the tree's shape is not known.
+
+    A member that stopped holds up its parent, that one's parent and so on to the root: the lowest is the cause. The
+    shape is taken to be the heap (children of i: 2i + 1, 2i + 2) only if each member's usual steps fit its number of
+    neighbours there.
+    """
+    count = len(usual)
+    place = np.arange(count)
+    neighbours = (place > 0).astype(np.float64) + (2 * place + 1 < count) + (2 * place + 2 < count)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        unit = usual / neighbours
+    if not np.isfinite(unit).all() or unit.max() > (1 + PART_CLEAR) * unit.min():
+        return tied
+    parents = {(int(position) - 1) // 2 for position in tied if position > 0}
+    return np.array([position for position in tied if int(position) not in parents], np.int64)

@@ -66,16 +66,26 @@ def _breadth(kind: str) -> int:
     return {"rank": 0, "link": 1, "switch": 2}[kind]
 
 
-def _bad_flows(fabric: Fabric) -> Bools:
-    gbps, rtt = fabric.gbps, fabric.rtt_us
-    bad = np.zeros(len(gbps), np.bool_)
+def dead_flows(fabric: Fabric) -> Bools:
+    """Flows over which nothing moves (P,)."""
     with np.errstate(invalid="ignore"):
-        if np.isfinite(gbps).any():
-            good = float(np.nanpercentile(gbps, 75))
-            bad |= gbps < BAD_RATE * good
-        if np.isfinite(rtt).any():
-            usual = float(np.nanpercentile(rtt, 25))
-            bad |= rtt > BAD_RTT * usual
+        return np.asarray(fabric.gbps <= 0, np.bool_)
+
+
+def _bad_flows(fabric: Fabric) -> Bools:
+    """Dead flows if there are any; else those far below the better ones of as many hops (P,)."""
+    gbps, rtt = fabric.gbps, fabric.rtt_us
+    bad = dead_flows(fabric)
+    if bad.any():
+        return bad
+    hops = np.diff(fabric.path_start)
+    with np.errstate(invalid="ignore"):
+        for count in np.unique(hops):
+            alike = hops == count
+            if np.isfinite(gbps[alike]).any():
+                bad |= alike & (gbps < BAD_RATE * float(np.nanpercentile(gbps[alike], 75)))
+            if np.isfinite(rtt[alike]).any():
+                bad |= alike & (rtt > BAD_RTT * float(np.nanpercentile(rtt[alike], 25)))
     return bad
 
 

@@ -8,13 +8,14 @@ from diagnosis.contracts.incident import Floats
 from diagnosis.contracts.verdict import DOMAIN_OF_CAUSE, Action, Culprit, EvidenceItem, Verdict
 from diagnosis.engine import words
 from diagnosis.engine.cuts import Cut, find_cut
-from diagnosis.engine.fabric import locate
+from diagnosis.engine.fabric import dead_flows, locate
 from diagnosis.engine.lanes import Lanes
 from diagnosis.engine.thresholds import Thresholds
 from diagnosis.engine.waits import GONE, HALTED, Stall
 from diagnosis.engine.witnesses import Finding, Witnesses, gather
 
 HARDWARE = ("gpu_fault", "nvlink_fault", "nic_fault")
+LINK_UNSURE = 0.55
 
 
 class _Case:
@@ -83,7 +84,7 @@ def decide(lanes: Lanes, stall: Stall, limits: Thresholds, unseen: list[str]) ->
         return _divergent(case)
     if stall.roots:
         return _not_entered(case)
-    if stall.undecided or stall.circle:
+    if stall.undecided or (stall.circle and not stall.receivers):
         return _undecided(case)
     if stall.silent:
         return _silent(case)
@@ -172,11 +173,13 @@ def _stands_inside(case: _Case) -> Verdict:
         size = int(case.lanes.sizes[cut.comm])
         text = f"all {size} members are inside the round of communicator {_name(case, cut)}: {cut.counts}"
         case.evidence.append(EvidenceItem(kind="steps", text=text))
-    culprits: list[Culprit] = []
-    for cut in cuts:
+    culprits: list[Culprit] = _dead_links(case)
+    for cut in [] if culprits else cuts:
         culprits += [
             c for c in _from_cut(case, cut) if all(c.rank != known.rank or c.rank is None for known in culprits)
         ]
+    if not culprits:
+        culprits = _from_transfers(case)
     if not culprits:
         want = "transfer steps, socket queues and NIC counters of all members: all have entered the round"
         return case.verdict(None, [], Action(kind="collect", collect=want))
@@ -224,39 +227,67 @@ def _from_cut(case: _Case, cut: Cut) -> list[Culprit]:
     lanes = case.lanes
     suspects = list(cut.ranks) or list(cut.edge or ())
     members = [int(rank) for rank in lanes.rank[lanes.of_comm(cut.comm)]]
-    for rank in suspects or members:
-        broken = [f for f in case.about(rank, HARDWARE) if f.decisive]
-        if broken and (suspects or len(_ranks_on_node(case, members, rank)) == 1):
-            _cite(case, broken)
-            cause = broken[0].cause
-            return [case.culprit(rank, cause, 0.95, "nic" if cause == "nic_fault" else "gpu")]
-        if broken and not suspects:
-            _cite(case, broken)
-            node, cause = case.where(rank)[0], broken[0].cause
-            return [Culprit(kind="node", node=node, cause=cause, domain=DOMAIN_OF_CAUSE[cause], confidence=0.8)]
+    broken = _broken(case, suspects) or _broken(case, members)
+    if broken is not None:
+        rank, finding = broken
+        _cite(case, [finding])
+        if finding.entity != "" or suspects or len(_ranks_on_node(case, members, rank)) == 1:
+            return [case.culprit(rank, finding.cause, 0.95, "nic" if finding.cause == "nic_fault" else "gpu")]
+        node, cause = case.where(rank)[0], finding.cause
+        return [Culprit(kind="node", node=node, cause=cause, domain=DOMAIN_OF_CAUSE[cause], confidence=0.8)]
     if cut.ranks:
         return [case.culprit(cut.ranks[0], "unknown", 0.6)]
     return [_link(case, cut.edge)] if cut.edge else []
+
+
+def _from_transfers(case: _Case) -> list[Culprit]:
+    """Point-to-point transfers that stand open: the sender may have sent and gone on, so only hardware convicts."""
+    ends = [rank for pair in case.stall.receivers for rank in pair if rank >= 0]
+    broken = _broken(case, ends)
+    if broken is not None:
+        rank, finding = broken
+        _cite(case, [finding])
+        return [case.culprit(rank, finding.cause, 0.9, "nic" if finding.cause == "nic_fault" else "gpu")]
+    return []
+
+
+def _broken(case: _Case, ranks: list[int]) -> tuple[int, Finding] | None:
+    """The first rank whose hardware says that it is broken: its own GPU or NIC before anything on its node."""
+    node_wide = None
+    for rank in ranks:
+        for finding in case.about(rank, HARDWARE):
+            if finding.decisive and finding.entity != "":
+                return rank, finding
+            if finding.decisive and node_wide is None:
+                node_wide = (rank, finding)
+    return node_wide
 
 
 def _ranks_on_node(case: _Case, members: list[int], rank: int) -> list[int]:
     return [other for other in members if case.job.node[other] == case.job.node[rank]]
 
 
-def _link(case: _Case, edge: tuple[int, int]) -> Culprit:
+def _dead_links(case: _Case) -> list[Culprit]:
+    """The links or switches that all dead flows have in common, if flows were gathered."""
     fabric = case.lanes.incident.fabric
-    places = locate(fabric) if fabric is not None else []
+    if fabric is None or not dead_flows(fabric).any():
+        return []
+    places = [place for place in locate(fabric) if place.kind in ("link", "switch")]
     for place in places:
-        if place.kind in ("link", "switch"):
-            case.evidence.append(EvidenceItem(kind="flows", text=place.text, witness="network"))
-            named = {place.kind: place.name}
-            return Culprit(
-                kind=place.kind,
-                link=named.get("link"),
-                switch=named.get("switch"),
-                cause="link_fault",
-                domain="network",
-                confidence=0.85,
-            )
+        case.evidence.append(EvidenceItem(kind="flows", text=place.text, witness="network"))
+    return [
+        Culprit(
+            kind=place.kind,
+            link=place.name if place.kind == "link" else None,
+            switch=place.name if place.kind == "switch" else None,
+            cause="link_fault",
+            domain="network",
+            confidence=0.9,
+        )
+        for place in places
+    ]
+
+
+def _link(case: _Case, edge: tuple[int, int]) -> Culprit:
     ends = "-".join(str(case.where(rank)[0]) for rank in edge)
-    return Culprit(kind="link", link=ends, cause="link_fault", domain="network", confidence=0.55)
+    return Culprit(kind="link", link=ends, cause="link_fault", domain="network", confidence=LINK_UNSURE)

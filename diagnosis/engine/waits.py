@@ -22,11 +22,12 @@ in. A root has nothing enqueued at all, so this rule does not need to know.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from diagnosis.contracts.incident import Kind, State
+from diagnosis.engine.circles import find_circle
 from diagnosis.engine.lanes import Bools, Lanes, Longs, Now, newest
 from diagnosis.engine.thresholds import Thresholds
 
@@ -40,12 +41,15 @@ class Stall:
     """What stands still. Ranks as sorted lists.
 
     `innermost`: communicators that all heard members have entered alike; `undecided`: communicators whose members
-    run different operations without a majority; `silent`: ranks without words that the stall would need.
+    run different operations without a majority; `circle`: ranks that wait for each other; `receivers`: (receiver,
+    sender) of open point-to-point transfers where nothing else explains the stall; `silent`: ranks without words that
+    the stall would need.
     """
 
     quiet_ms: float
     comms: Longs
     waiting: Bools
+    unheard: Bools
     now: Now
     roots: list[int] = field(default_factory=list)
     waiters: dict[int, int] = field(default_factory=dict)
@@ -55,6 +59,7 @@ class Stall:
     undecided: list[int] = field(default_factory=list)
     circle: list[int] = field(default_factory=list)
     innermost: list[int] = field(default_factory=list)
+    receivers: list[tuple[int, int]] = field(default_factory=list)
     silent: list[int] = field(default_factory=list)
 
 
@@ -73,16 +78,18 @@ def find_stall(lanes: Lanes, limits: Thresholds) -> Stall | None:
     now = newest(lanes)
     bound_ms = max(limits.hang_floor_s * 1000, limits.hang_factor * longest_round_ms(lanes))
     pending, known = now.pending, ~np.isnan(now.age_ms)
-    moved = np.nan_to_num(lanes.over_members(np.where(now.heard, np.nan_to_num(now.rounds), 0.0), np.maximum)) > 0
-    everybody_still = not moved.any()
+    everybody_still = not (np.nan_to_num(now.rounds) > 0).any()
     long = pending & np.where(known, now.age_ms >= bound_ms, everybody_still & (lanes.nth_last.max(initial=0) > 0))
-    stalled = (np.nan_to_num(lanes.over_members(long.astype(np.float64), np.add)) > 0) & ~moved
+    stalled = np.nan_to_num(lanes.over_members(long.astype(np.float64), np.add)) > 0
     if not stalled.any():
         return None
     in_stall = stalled[lanes.comm]
+    unheard = _unheard(lanes, now, long)
+    now = replace(now, heard=now.heard & ~unheard[lanes.rank])
+    pending = now.pending
     waiting = lanes.over_lanes_of_rank((pending & in_stall).astype(np.float64), np.maximum, 0.0) > 0
     ages = now.age_ms[now.heard & known & in_stall]
-    stall = Stall(float(ages.min()) if len(ages) else np.nan, np.flatnonzero(stalled), waiting, now)
+    stall = Stall(float(ages.min()) if len(ages) else np.nan, np.flatnonzero(stalled), waiting, unheard, now)
     _find_divergence(lanes, stall)
     if not stall.divergent:
         _find_roots(lanes, stall)
@@ -144,11 +151,8 @@ def _same_shape(lanes: Lanes, now: Now, comm: int, here: Longs) -> Counter[int]:
 
 def _find_roots(lanes: Lanes, stall: Stall) -> None:
     now, pending = stall.now, stall.now.pending
-    moving = lanes.over_lanes_of_rank(np.where(now.heard, np.nan_to_num(now.rounds), 0.0), np.maximum, 0.0) > 0
-    spoke = lanes.over_lanes_of_rank(now.heard.astype(np.float64), np.maximum, 0.0) > 0
-    silent = ~spoke | (moving & ~stall.waiting) | _older_than_its_node(lanes)
-    blamed, behind = _blame(lanes, stall, silent)
-    outside = np.flatnonzero((blamed > 0) & ~stall.waiting & ~silent)
+    blamed, behind = _blame(lanes, stall)
+    outside = np.flatnonzero((blamed > 0) & ~stall.waiting & ~stall.unheard)
     halted = [rank for rank, state in lanes.incident.process_state.items() if state in HALTED]
     halted = [rank for rank in halted if rank < lanes.world and (blamed[rank] > 0 or stall.waiting[rank])]
     stall.roots = sorted({int(rank) for rank in outside} | set(halted))[:NAMED_MAX]
@@ -160,7 +164,7 @@ def _find_roots(lanes: Lanes, stall: Stall) -> None:
     someone_behind = np.nan_to_num(lanes.over_members(behind.astype(np.float64), np.add)) > 0
     current = _current(lanes, now, pending)
     inside = np.nan_to_num(lanes.over_members(current.astype(np.float64), np.add)) > 0
-    unheard = ~now.heard & silent[lanes.rank]
+    unheard = stall.unheard[lanes.rank]
     waits_for_silent = np.nan_to_num(lanes.over_members(unheard.astype(np.float64), np.add)) > 0
     is_p2p = lanes.incident.communicators.kind == Kind.P2P
     if not stall.roots:
@@ -168,7 +172,20 @@ def _find_roots(lanes: Lanes, stall: Stall) -> None:
     still = stalled & inside & ~someone_behind & ~is_p2p
     stall.innermost = [int(comm) for comm in np.flatnonzero(still)][:NAMED_MAX]
     if not stall.roots and not stall.innermost and not stall.silent:
-        _find_circle(lanes, stall, behind, blamed)
+        found = find_circle(lanes, stall.now, behind)
+        stall.circle, stall.divergent = found.ranks, found.odd
+        stall.receivers = _receivers(lanes, stall)
+
+
+def _unheard(lanes: Lanes, now: Now, long: Bools) -> Bools:
+    """Ranks whose newest words are no words about now (W,): none at all, older than their node's, or full of rounds
+    while somebody has long waited for them to enter one."""
+    spoke = lanes.over_lanes_of_rank(now.heard.astype(np.float64), np.maximum, 0.0) > 0
+    moving = lanes.over_lanes_of_rank(np.where(now.heard, np.nan_to_num(now.rounds), 0.0), np.maximum, 0.0) > 0
+    wanted = lanes.over_members(np.where(long, now.done + 1, -1.0), np.maximum)
+    missed = now.heard & (now.seq < wanted[lanes.comm])
+    missing = lanes.over_lanes_of_rank(missed.astype(np.float64), np.maximum, 0.0) > 0
+    return ~spoke | (moving & missing) | _older_than_its_node(lanes)
 
 
 def _older_than_its_node(lanes: Lanes) -> Bools:
@@ -187,7 +204,7 @@ def _older_than_its_node(lanes: Lanes) -> Bools:
     return result
 
 
-def _blame(lanes: Lanes, stall: Stall, silent: Bools) -> tuple[Longs, Bools]:
+def _blame(lanes: Lanes, stall: Stall) -> tuple[Longs, Bools]:
     """How many pending lanes wait for each rank to enter (W,), and which lanes are behind (M,)."""
     now, pending = stall.now, stall.now.pending
     kind = lanes.incident.communicators.kind
@@ -197,7 +214,7 @@ def _blame(lanes: Lanes, stall: Stall, silent: Bools) -> tuple[Longs, Bools]:
     waits = pending & stalled[lanes.comm] & ~p2p
     wanted = lanes.over_members(np.where(waits, now.done + 1, -1.0), np.maximum)
     outside = now.heard & ~pending & ~p2p & stalled[lanes.comm]
-    behind = outside & (now.seq < wanted[lanes.comm]) & ~silent[lanes.rank]
+    behind = outside & (now.seq < wanted[lanes.comm])
     waiters = np.nan_to_num(
         lanes.over_members((waits & (now.done + 1 >= wanted[lanes.comm])).astype(np.float64), np.add)
     )
@@ -230,6 +247,15 @@ def _current(lanes: Lanes, now: Now, pending: Bools) -> Bools:
     return np.asarray(running | (pending & ~has_running[lanes.rank]), np.bool_)
 
 
+def _receivers(lanes: Lanes, stall: Stall) -> list[tuple[int, int]]:
+    """Pending point-to-point receives as (receiver, sender), those that wait longest first; sender -1: unknown."""
+    now, kind = stall.now, lanes.incident.communicators.kind
+    open_lanes = np.flatnonzero(now.pending & (kind[lanes.comm] == Kind.P2P) & (now.state == State.RUNNING))
+    oldest = open_lanes[np.argsort(-np.nan_to_num(now.age_ms[open_lanes]), kind="stable")][:NAMED_MAX]
+    peers = _peer_of(lanes, oldest)
+    return [(int(rank), int(peer)) for rank, peer in zip(lanes.rank[oldest], peers, strict=True)]
+
+
 def _find_silent(lanes: Lanes, stall: Stall, comms: Bools, unheard: Bools) -> None:
     """The fewest silent ranks that explain the communicators in which only silent members can be missing."""
     unexplained = {int(comm) for comm in np.flatnonzero(comms)}
@@ -249,21 +275,3 @@ def _find_silent(lanes: Lanes, stall: Stall, comms: Bools, unheard: Bools) -> No
         if not of_best:
             return
     stall.silent.sort()
-
-
-def _find_circle(lanes: Lanes, stall: Stall, behind: Bools, blamed: Longs) -> None:
-    """Ranks that wait for each other; those who stand alone against the rest come first."""
-    now = stall.now
-    blames = np.zeros(lanes.world, np.int64)
-    late = np.nan_to_num(lanes.over_members(behind.astype(np.float64), np.add))
-    np.add.at(blames, lanes.rank[now.pending], late[lanes.comm[now.pending]].astype(np.int64))
-    inside = np.flatnonzero((blamed > 0) & stall.waiting)
-    stall.circle = [int(rank) for rank in inside][:NAMED_MAX]
-    if not len(inside):
-        return
-    # A rank alone in the wrong order is waited for by a whole communicator, and waits with nobody beside it.
-    company = np.nan_to_num(lanes.over_members((now.pending & ~behind).astype(np.float64), np.add))[lanes.comm]
-    beside = lanes.over_lanes_of_rank(np.where(now.pending, company, np.inf), np.minimum, np.inf)
-    alone = [int(rank) for rank in inside if beside[rank] < blamed[rank]]
-    if alone and len(alone) < len(inside):
-        stall.divergent = sorted(alone)
