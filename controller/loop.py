@@ -127,6 +127,7 @@ class ControlLoop:
             fault=fault,
             world_at=world.taken_at if world else None,
             nodes_held=len(held_by_us(world)) if world else None,
+            nodes_known=len(world.nodes) if world else None,
         )
 
     def _log_fault(self, fault: str | None) -> None:

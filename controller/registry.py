@@ -63,9 +63,10 @@ class JobStatus(msgspec.Struct, kw_only=True):
 
 
 class NodeStatus(msgspec.Struct, kw_only=True):
-    """One node daemon as the controller sees it."""
+    """One node daemon as the controller sees it. `silent`: its newest report is older than `stale_after_s`."""
 
     node: str
+    silent: bool
     last_report_age_s: float
     hardware: str
     refused: dict[str, int]
@@ -203,6 +204,7 @@ class Registry:
         return [
             NodeStatus(
                 node=node.node,
+                silent=now - node.measured_at > self.limits.stale_after_s,
                 last_report_age_s=round(now - node.measured_at, 1),
                 hardware=node.hardware.state if node.hardware else "absent",
                 refused=node.refused,

@@ -42,7 +42,9 @@ def status_lines(status: Status) -> Iterator[str]:
         if fault:
             yield from (f"FAULT {clean(line)}" for line in fault.splitlines())
     outbox = status.outbox
-    yield f"{len(status.nodes)} nodes report, {number(loop.nodes_held)} held by us"
+    silent = [node.node for node in status.nodes if node.silent]
+    reporting = f"{len(status.nodes) - len(silent)} of {number(loop.nodes_known)} nodes report"
+    yield f"{reporting}{f', silent: {_some(silent, 4)}' if silent else ''}; {number(loop.nodes_held)} held by us"
     yield f"{outbox.waiting} messages wait, {outbox.dead} given up" + (
         f" (last failure: {clean(outbox.last_error)})" if outbox.last_error and (outbox.waiting or outbox.dead) else ""
     )

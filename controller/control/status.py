@@ -23,6 +23,7 @@ class LoopStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The control loop's own health. Times are seconds since the epoch; None: not yet, or not known.
 
     `sentence`: what the newest cycle did and why. `fault`: what keeps the loop from its work, such as a silent Slurm.
+    `nodes_known`: nodes that Slurm has, whether a daemon reports from them or not.
     """
 
     mode: str
@@ -33,6 +34,7 @@ class LoopStatus(msgspec.Struct, frozen=True, kw_only=True):
     fault: str | None = None
     world_at: float | None = None
     nodes_held: int | None = None
+    nodes_known: int | None = None
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):

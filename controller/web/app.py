@@ -20,6 +20,7 @@ from starlette.staticfiles import StaticFiles
 
 from controller.control.status import Status, View
 from controller.notify.message import who
+from controller.registry import NodeStatus
 from controller.store.base import Incident
 from controller.web import words
 from controller.web.guard import Guard
@@ -71,7 +72,7 @@ class Page:
             status,
             open_incidents=still_open,
             recent_incidents=[incident for incident in incidents if incident.phase == "closed"],
-            troubled=[node for node in status.nodes if _troubled(node.hardware, node.refused, node.spool_dropped)],
+            troubled=[node for node in status.nodes if _troubled(node)],
         )
 
     async def _incident(self, request: Request) -> Response:
@@ -118,8 +119,8 @@ class Page:
         return HTMLResponse(html, values.get("code", 200))
 
 
-def _troubled(hardware: str, refused: dict[str, int], spool_dropped: int) -> bool:
-    return hardware in ("hung", "error") or bool(refused) or spool_dropped > 0
+def _troubled(node: NodeStatus) -> bool:
+    return node.silent or node.hardware in ("hung", "error") or bool(node.refused) or node.spool_dropped > 0
 
 
 def _digest(status: Status, incidents: list[Incident]) -> bytes:

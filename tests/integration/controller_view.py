@@ -32,7 +32,9 @@ class FakeLoop:
     """The loop's words."""
 
     def __init__(self) -> None:
-        self.told = LoopStatus(mode="act", cycles=7, cycle_at=NOW - 1, sentence="nothing to do", world_at=NOW - 2)
+        self.told = LoopStatus(
+            mode="act", cycles=7, cycle_at=NOW - 1, sentence="nothing to do", world_at=NOW - 2, nodes_known=2
+        )
 
     def status(self) -> LoopStatus:
         return self.told
@@ -61,6 +63,7 @@ class FakeRegistry:
         self.nodes = [
             NodeStatus(
                 node="gpu002",
+                silent=False,
                 last_report_age_s=0.4,
                 hardware="hung",
                 refused={"symlink": 3},

@@ -89,6 +89,14 @@ async def test_status_is_told_in_words(site: ControlSite) -> None:
     assert any(line.split()[:4] == ["42.1", "ada", "RUNNING", "8"] for line in lines)
 
 
+async def test_a_node_whose_daemon_has_fallen_silent_does_not_count_as_reporting(site: ControlSite) -> None:
+    site.reading.loop.told = LoopStatus(mode="act", nodes_known=3, nodes_held=1)
+    site.reading.registry.nodes += [
+        msgspec.structs.replace(site.reading.registry.nodes[0], node="gpu003", silent=True),
+    ]
+    assert "1 of 3 nodes report, silent: gpu003; 1 held by us" in (await ask(site, "status")).out.splitlines()
+
+
 async def test_incidents_and_one_of_them_are_told_in_words_that_drive_no_terminal(site: ControlSite) -> None:
     listed = await ask(site, "incidents")
     assert listed.out == "no incidents\n"

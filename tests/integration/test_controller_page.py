@@ -8,6 +8,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import aiohttp
+import msgspec
 import pytest
 import pytest_asyncio
 
@@ -93,7 +94,10 @@ async def test_quiet_is_said_only_by_a_controller_that_sees(site: Site) -> None:
     assert "Not watching" in (await site.get("/"))[1]
     site.reading.loop.told, site.reading.registry.nodes = told, []
     html = (await site.get("/"))[1]
-    assert "Not watching" in html and "No node daemon has reported yet." in html
+    assert "Not watching" in html and "No node daemon reports." in html
+    site.reading.registry.nodes = [msgspec.structs.replace(nodes[0], silent=True, hardware="ok", refused={})]
+    page = Reader((await site.get("/"))[1])
+    assert "Not watching" in page.text and "0 of 2" in page.text and "gpu002" in page.text
     site.reading.registry.nodes = nodes
     assert "All quiet" in (await site.get("/"))[1]
 

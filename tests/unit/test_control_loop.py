@@ -47,6 +47,7 @@ class World:
         self.told: list[tuple[str, str]] = []
         self.asked: list[tuple[str, CollectEvent]] = []
         self.throttled: set[str] = set()
+        self.unheard: set[str] = set()
         self.sample = 0
         self.ticks = itertools.count()
         self.sim = SimJob(job_id=JOB)
@@ -82,7 +83,7 @@ class World:
     def report(self) -> None:
         """Every daemon reports what its ranks and GPUs say now."""
         self.sample += 1
-        for node in self.sim.nodes:
+        for node in (name for name in self.sim.nodes if name not in self.unheard):
             clock = 1080 if node in self.throttled else 1980
             gpus = [
                 GpuFacts(
@@ -168,6 +169,17 @@ async def test_nothing_happens_to_a_healthy_job(world: World) -> None:
     for _ in range(30):
         await world.second()
     assert await world.incidents() == [] and world.told == [] and world.asked == []
+
+
+async def test_a_daemon_that_stops_reporting_is_called_silent(world: World) -> None:
+    def silent() -> set[str]:
+        return {node.node for node in world.registry.node_status(world.slurm.now) if node.silent}
+
+    assert silent() == set() and world.loop.status().nodes_known == 8
+    world.unheard = {"gpu002"}
+    for _ in range(7):
+        await world.second()
+    assert silent() == {"gpu002"}
 
 
 async def test_a_throttled_gpu_is_drained_and_the_job_runs_elsewhere(world: World) -> None:
