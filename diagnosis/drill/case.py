@@ -88,7 +88,8 @@ class Case:
     `breakage`: what stops, in a hang. `weather`: changes to the weather that have no strength. `fabric`: flows were
     gathered. `cut`: link that carries nothing. `exited`: ranks whose process is gone; `unseen`: ranks that never
     reported. `quiet_ms`: the last sample is
-    taken so long after the last thing that happened. `early`: samples begin before the first step ends. `busy`: the
+    taken so long after the last thing that happened. `pause_ms`: samples go on so much longer, to see the job recover.
+    `early`: samples begin before the first step ends. `busy`: the
     GPUs work at the end.
     """
 
@@ -105,6 +106,7 @@ class Case:
     exited: tuple[int, ...] = ()
     unseen: tuple[int, ...] = ()
     quiet_ms: float = 0.0
+    pause_ms: float = 0.0
     early: bool = False
     busy: bool = True
     protected: tuple[int, ...] = field(default=())

@@ -27,7 +27,7 @@ from diagnosis.drill.timeline import Simulation, Timeline
 from diagnosis.drill.weather import STEPS_MAX, Weather, step_work
 
 ATTEMPTS: Final = 24
-LOSS_MIN: Final = 0.06
+LOSS_MIN: Final = 0.08
 STEPS_TRIED: Final = 2
 ROUNDS_OF_SEARCH: Final = 4
 
@@ -94,7 +94,7 @@ class Drill:
         if not 0 <= seed < 1 << 63:
             raise OperatorFault(f"seed is {seed}, must be 0 to 2^63 - 1")
         self.seed, self.kind, self.limits = seed, kind, limits or Limits()
-        rng = _stream(seed, "conditions")
+        rng = _stream(seed, f"conditions {kind}")
         fidelity = self.limits.fidelity or ("nccl" if rng.random() < 0.3 else "full")
         noise = float(rng.uniform(0.008, 0.04)) if self.limits.noise is None else self.limits.noise
         stage = _prepare(seed, kind, self.limits, noise)
@@ -111,7 +111,7 @@ class Drill:
         self._evidence(stage, rng, silent, protected, fidelity)
 
     def _frames(self, stage: _Stage, fidelity: str, silent: set[int], nulls: float) -> None:
-        rng = _stream(self.seed, "frames")
+        rng = _stream(self.seed, f"frames {self.kind}")
         case, samples, timeline = stage.cases[0], stage.samples, self.timeline
         probe = Probe(self.layout, timeline, fidelity, rng)
         times = list(samples.times)
@@ -141,7 +141,7 @@ class Drill:
         self, stage: _Stage, rng: np.random.Generator, silent: set[int], protected: tuple[int, ...], fidelity: str
     ) -> None:
         layout, case = self.layout, stage.cases[0]
-        health = machine.healthy(_stream(self.seed, "health"), layout, case.busy)
+        health = machine.healthy(_stream(self.seed, f"health {self.kind}"), layout, case.busy)
         for each, strength in zip(stage.cases, stage.strengths, strict=True):
             each.witness(health, strength)
         herring = self.limits.herring
@@ -192,13 +192,15 @@ def _prepare(seed: int, kind: str, limits: Limits, noise: float) -> _Stage:
         try:
             cases = KINDS[kind].build(scene)
             strengths = [_strength(scene, weather, case, limits.effect) for case in cases]
-            return _play(scene, weather, cases, strengths, seed)
+            return _play(scene, weather, cases, strengths, _stream(seed, f"noise {kind}"))
         except OperatorFault as fault:
             last = fault
     raise OperatorFault(f"no job of {limits.world_min} to {limits.world_max} ranks can have {kind}: {last}")
 
 
-def _play(scene: Scene, weather: Weather, cases: list[Case], strengths: list[float], seed: int) -> _Stage:
+def _play(
+    scene: Scene, weather: Weather, cases: list[Case], strengths: list[float], noise: np.random.Generator
+) -> _Stage:
     layout, case = scene.layout, cases[0]
     calm = Network(np.ones(layout.world), np.ones(layout.world))
     bad = calm
@@ -212,16 +214,15 @@ def _play(scene: Scene, weather: Weather, cases: list[Case], strengths: list[flo
         if pieces.network is not None:
             bad = pieces.network
     pattern = next((each.pattern for each, x in zip(cases, strengths, strict=True) if each.pieces(x).network), (True,))
-    samples = record.Samples(scene.rng, layout, scene.step_ms, case.early)
+    samples = record.Samples(scene.rng, layout, scene.step_ms, case.early, case.pause_ms)
     programs = (scene.program, compile_step(layout, evaluate=True))
     bandwidth = [_bandwidth(layout, scene.fabric, network) for network in (calm, bad)]
-    noise = _stream(seed, "noise")
     simulation = Simulation(layout, programs, weather, bandwidth, pattern, case.breakage, noise)
     hang = case.truth["anomaly"] == "hang"
     end_ms = np.inf if hang else samples.onset_ms if case.quiet_ms else samples.end_ms
     timeline = simulation.run(samples.onset_ms, end_ms)
-    if hang and len(timeline.starts) == STEPS_MAX:
-        raise OperatorFault("nothing of this job depends on what breaks")
+    if len(timeline.starts) == STEPS_MAX:
+        raise OperatorFault("the job runs on: nothing depends on what breaks")
     return _Stage(scene, cases, strengths, weather, bad, samples, timeline)
 
 
@@ -230,7 +231,7 @@ def _strength(scene: Scene, weather: Weather, case: Case, effect: float | None) 
     a noticeable share in this place."""
     if len(case.strengths) == 1:
         return case.strengths[0]
-    share = float(scene.rng.uniform(0.08, 0.45)) if effect is None else effect
+    share = float(scene.rng.uniform(0.1, 0.45)) if effect is None else effect
     duty = sum(case.pattern) / len(case.pattern)
     # What comes and goes costs more while it is there, so that as much is lost on the whole.
     enough = scene.step_ms * (1.0 + min(share, LOSS_MIN) / (1.0 - min(share, LOSS_MIN)) / duty)

@@ -19,7 +19,7 @@ from diagnosis.drill.layout import NVLINK_GB_S, Family, Floats, Layout, Ranks
 
 Bools = NDArray[np.bool_]
 
-SPINES: Final = 4
+SPINES: Final = 8
 RTT_US: Final = 9.0
 
 

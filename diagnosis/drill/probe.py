@@ -259,7 +259,7 @@ class Probe:
             for rank in ranks.tolist():
                 at = int(position[rank])
                 until = at
-                if waiting[rank]:
+                if waiting[rank] and rank not in self.timeline.crossed:
                     limit = int(ends[np.searchsorted(ends, at, side="right")])
                     until = min(at + 1 + int(self.rng.integers(AHEAD_MAX + 1)), limit)
                     again = [i for i in range(at + 1, until) if order[i][0] == order[at][0]]

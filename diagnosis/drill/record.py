@@ -12,6 +12,7 @@ from diagnosis.drill.probe import Entry, Probe
 from diagnosis.drill.timeline import Timeline
 
 CLOCK_OFFSET_MS_MAX: Final = 3.6e6
+WINDOWS_MS: Final = (200.0, 300.0, 500.0, 750.0, 1e3, 1.5e3, 2e3, 3e3, 5e3, 7.5e3, 1e4, 2e4, 6e4)
 MEASURED: Final = ("send", "recv", "send_rate", "recv_rate", "dur_ms", "dur_min_ms", "dur_max_ms", "gap_ms", "age_ms")
 CLUSTERS: Final = ("alder", "birch", "cedar", "east1", "hpc2", "train-b")
 NAMES: Final = ("pretrain", "sft", "moe-base", "llm-7b", "run", "exp", "vision", "long-ctx")
@@ -21,16 +22,16 @@ USERS: Final = ("ada", "ml", "nlp", "research", "u1042", "yuki", "team-a")
 class Samples:
     """When each node's daemon reads its frames: windows one after the other, each node at its own moment."""
 
-    def __init__(self, rng: np.random.Generator, layout: Layout, step_ms: float, early: bool) -> None:
+    def __init__(self, rng: np.random.Generator, layout: Layout, step_ms: float, early: bool, pause_ms: float) -> None:
         self.layout = layout
-        self.window_ms = next(w for w in (200.0, 500.0, 1000.0, 2000.0, 5000.0, 10000.0, 60000.0) if w > 3.2 * step_ms)
+        self.window_ms = next(w for w in WINDOWS_MS if w > 3.2 * step_ms)
         first = self.window_ms * (1.0 if early else float(rng.uniform(1.0, 1.3)))
         self.late = 0.2 * self.window_ms
         nodes = len(layout.node_names)
         self.phase = rng.uniform(0.0, self.late, nodes)[layout.node]
         self.offset = rng.uniform(0.0, CLOCK_OFFSET_MS_MAX, nodes)[layout.node]
         self.healthy = int(rng.integers(2, 4))
-        self.incident = int(rng.integers(2, 5))
+        self.incident = int(rng.integers(2, 5)) + (int(pause_ms / self.window_ms) + 2 if pause_ms else 0)
         self.times = [first + i * self.window_ms for i in range(self.healthy + self.incident)]
 
     @property

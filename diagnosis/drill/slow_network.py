@@ -76,7 +76,7 @@ def nic_fault(scene: Scene) -> list[Case]:
         line = "mlx5_core 0000:9a:00.0: mlx5_health_report: device's health compromised - reached miss count"
         health.say(int(scene.layout.node[rank]), line)
 
-    return [_nic(scene, rank, ["nic_fault"], witness)]
+    return [_nic(scene, rank, ["nic_fault", "nic_degraded"], witness)]
 
 
 def pfc_storm(scene: Scene) -> list[Case]:
@@ -105,13 +105,20 @@ def pfc_storm(scene: Scene) -> list[Case]:
 
 
 def ecmp_polarization(scene: Scene) -> list[Case]:
-    """The hash sends a growing share of all flows over one spine; every NIC is healthy."""
+    """The hash sends a third to two thirds of the flows, and in bad cases other jobs' too, over one spine; every NIC is
+    healthy."""
     paths(scene)
     spine = int(scene.rng.integers(SPINES))
+    most = float(scene.rng.uniform(0.3, 0.65))
+    names = [
+        name for leaf in range(scene.fabric.leaves) for name in (f"leaf{leaf}-spine{spine}", f"spine{spine}-leaf{leaf}")
+    ]
 
     def pieces(x: float) -> Pieces:
-        share = min(1.0, (x - 1.0) / (STRONGEST - 1.0))
-        return Pieces(network=replace(whole(scene), polarised=(spine, share)))
+        own, others = min(x, SPINES), max(1.0, x / SPINES)
+        share = most * (own - 1.0) / (SPINES - 1.0)
+        links = dict.fromkeys(names, 1.0 / others)
+        return Pieces(network=replace(whole(scene), polarised=(spine, share), links=links))
 
     def witness(health: Health, x: float) -> None:
         del x

@@ -70,7 +70,7 @@ class Timeline:
     """All rounds. `work`: own time per step, at work and standing still, (rows, W) each. `starts`: when each rank
     began each step. `onset`: first step with the fault. `caps`: steps (sent, received) after which a position can do
     no more, by track, round and group. `replaced`: operation that a rank runs instead of its group's, by track, round
-    and rank."""
+    and rank. `crossed`: ranks that took two rounds in the wrong order."""
 
     tracks: dict[str, Track]
     work: list[tuple[Floats, Floats]]
@@ -80,6 +80,7 @@ class Timeline:
     end: Floats
     caps: dict[tuple[str, int, int], tuple[Ranks, Ranks]]
     replaced: dict[tuple[str, int, int], Operation]
+    crossed: frozenset[int] = frozenset()
 
 
 class Simulation:
@@ -130,10 +131,12 @@ class Simulation:
             work.append((own, still))
             programs.append(program)
         tracks = {}
+        swap = self.breakage is not None and self.breakage.kind == "swap"
+        crossed = frozenset(self.breakage.ranks if self.breakage is not None and swap else ())
         for track, tables in self.store.items():
             enter, leave, gap, ready, sent = np.concatenate(tables, 1)
             tracks[track] = Track(enter, leave, gap, ready, sent, tuple(self.ops[track]))
-        return Timeline(tracks, work, programs, starts, onset, self.clock, self.caps, self.replaced)
+        return Timeline(tracks, work, programs, starts, onset, self.clock, self.caps, self.replaced, crossed)
 
     def step(self, program: Program, work: Floats, since: int) -> None:
         """One step of all ranks."""

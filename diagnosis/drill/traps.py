@@ -28,7 +28,7 @@ def checkpoint(scene: Scene) -> list[Case]:
             row["iowait_pct"] = round(float(scene.rng.uniform(2, 14)), 1)
 
     case = _all_still(scene, still_ms, 0.05, "torch.save", witness)
-    return [case if over else replace(case, quiet_ms=float(scene.rng.uniform(15_000, 90_000)))]
+    return [case if over else replace(case, pause_ms=0.0, quiet_ms=float(scene.rng.uniform(15_000, 90_000)))]
 
 
 def recompilation(scene: Scene) -> list[Case]:
@@ -50,7 +50,7 @@ def startup(scene: Scene) -> list[Case]:
 def idle_end(scene: Scene) -> list[Case]:
     """Training is over; the processes have not ended yet."""
     case = _all_still(scene, np.inf, 0.0, "exit")
-    return [replace(case, quiet_ms=float(scene.rng.uniform(20_000, 600_000)), busy=False)]
+    return [replace(case, pause_ms=0.0, quiet_ms=float(scene.rng.uniform(20_000, 600_000)), busy=False)]
 
 
 def evaluation(scene: Scene) -> list[Case]:
@@ -63,7 +63,7 @@ def spike(scene: Scene) -> list[Case]:
     ms = np.zeros(scene.layout.world)
     ms[scene.rank()] = float(scene.rng.uniform(0.5, 2.5)) * scene.step_ms
     pieces = Pieces(stalls=(Stall("fwd", ms, "cudaStreamSynchronize"),))
-    return [Case(_nothing(scene), lambda x: pieces, pattern=ONCE)]
+    return [Case(_nothing(scene), lambda x: pieces, pattern=ONCE, pause_ms=float(ms.max()))]
 
 
 def stage_imbalance(scene: Scene) -> list[Case]:
@@ -86,7 +86,7 @@ def sequence_imbalance(scene: Scene) -> list[Case]:
 
 def workload_imbalance(scene: Scene) -> list[Case]:
     """From now on the data are uneven."""
-    sigma = float(scene.rng.uniform(0.3, 0.6))
+    sigma = float(scene.rng.uniform(0.4, 0.7))
     right = _jobwide(scene, ["workload_imbalance", "workload_change"])
     return [Case(right, weather=lambda weather: replace(weather, sequence_sigma=(0.0, sigma)))]
 
@@ -155,4 +155,4 @@ def _all_still(
 ) -> Case:
     each = ms * np.exp(spread * scene.rng.standard_normal(scene.layout.world))
     pieces = Pieces(stalls=(Stall("start", each, operator),))
-    return Case(_nothing(scene), lambda x: pieces, pattern=ONCE, witness=witness)
+    return Case(_nothing(scene), lambda x: pieces, pattern=ONCE, witness=witness, pause_ms=float(each.max()))

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from diagnosis.drill.layout import Floats, Layout
 
-STEPS_MAX: Final = 64
+STEPS_MAX: Final = 128
 # Shares of each kind of work by resource. Attention and matrix kernels follow the clock, norms and element-wise
 # kernels the memory.
 SHARES: Final[dict[str, dict[str, float]]] = {
