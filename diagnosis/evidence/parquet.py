@@ -52,10 +52,10 @@ def read_columns(content: bytes, names: Sequence[str], words: Sequence[str]) -> 
 def _array(name: str, column: Any, is_words: bool) -> NDArray[Any]:
     """One batch of a column. Words become short fixed strings: a long one cannot be one that is looked for."""
     if is_words:
-        codes = column.indices.to_numpy(zero_copy_only=False)
+        codes = np.nan_to_num(column.indices.cast("float64").to_numpy(zero_copy_only=False), nan=-1.0).astype(np.int64)
         table = np.array([str(word)[:64] for word in column.dictionary.to_pylist()] or [""])
-        known = ~np.isnan(codes.astype(np.float64))
-        return np.where(known, table[np.where(known, codes, 0).astype(np.int64)], "")
+        known = (codes >= 0) & (codes < len(table))  # a broken file may point beyond its own dictionary
+        return np.where(known, table[np.where(known, codes, 0)], "")
     if str(column.type) not in _NUMBERS:
         raise AgentFault(f"column {name} does not hold numbers", reason="columns")
     return np.asarray(column.cast("float64").to_numpy(zero_copy_only=False), np.float64)

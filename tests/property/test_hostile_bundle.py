@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import tracemalloc
 from collections.abc import Iterator
 from typing import Any
@@ -19,6 +20,7 @@ from diagnosis.evidence.bundle.writer import write_bundle
 from diagnosis.evidence.gather import gather
 from diagnosis.evidence.limits import Limits
 from tests.incidents import incidents, plain
+from tests.unit.test_evidence_flight import dump, entry
 
 SMALL = Limits(line_bytes_max=4096, document_bytes_max=1 << 16, total_bytes_max=1 << 20, names_max=64, members_max=256)
 MIB = 1 << 20
@@ -113,6 +115,34 @@ def test_a_bundle_with_broken_bytes_is_read_as_far_as_it_goes(incident: Incident
             raw[at] = data.draw(st.integers(0, 255))
         broken[name] = bytes(raw[: data.draw(st.integers(0, len(raw)))])
     check(read_bundle((name, [content]) for name, content in broken.items()))
+
+
+def _broken(content: bytes, data: st.DataObject) -> bytes:
+    raw = bytearray(content)
+    for at in data.draw(st.lists(st.integers(0, len(raw) - 1), min_size=1, max_size=4)):
+        raw[at] = data.draw(st.integers(0, 255))
+    return bytes(raw)
+
+
+@given(st.data())
+@settings(max_examples=200, deadline=None)
+def test_a_broken_pickle_of_a_dump_is_read_or_noted(data: st.DataObject) -> None:
+    dumps = [dump(entry(1, True), entry(2, rank != 1)) for rank in range(2)]
+    contents = [_broken(pickle.dumps(one, data.draw(st.integers(2, 5))), data) for one in dumps]
+    evidence = gather([(f"rank_{rank}", [content]) for rank, content in enumerate(contents)], SMALL)
+    if evidence.incident is not None:
+        check(evidence.incident)
+
+
+@given(st.data())
+@settings(max_examples=100, deadline=None)
+def test_a_broken_json_dump_is_read_or_noted(data: st.DataObject) -> None:
+    raw = dump(entry(1, True), entry(2, False))
+    target = data.draw(st.sampled_from([raw, raw["entries"][1], raw["pg_config"]]))
+    target[data.draw(st.sampled_from([*target, "0", "2000000"]))] = data.draw(VALUES)
+    evidence = gather([("rank_0", [json.dumps(raw).encode()]), ("rank_1", [json.dumps(dump()).encode()])], SMALL)
+    if evidence.incident is not None:
+        check(evidence.incident)
 
 
 def _endless_line(mib: int) -> Iterator[bytes]:

@@ -9,17 +9,41 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from diagnosis.contracts.incident import Incident, Kind, State
-from diagnosis.evidence.bundle.files import COMMUNICATORS, FABRIC, FRAMES, HEALTH, JOB, SUMMARIES
+from diagnosis.evidence.bundle.files import (
+    COMMUNICATORS,
+    FABRIC,
+    FRAMES,
+    HEALTH,
+    HOST,
+    IB,
+    JOB,
+    KINDS,
+    NAMES,
+    NVML,
+    STATES,
+    SUMMARIES,
+    CommunicatorLine,
+    FabricFile,
+    FlowItem,
+    FrameLine,
+    JobFile,
+    LinkItem,
+    OperatorLine,
+    RowLine,
+    SummaryLine,
+)
 from diagnosis.evidence.bundle.reader import read_bundle
 from diagnosis.evidence.bundle.writer import write_bundle
 from diagnosis.evidence.signatures import Signature, contradict, signature_parts, signature_text
 from tests.incidents import plain
 
-SAMPLES = Path(__file__).parents[3] / "shared" / "samples" / "bundles"
+ROOT = Path(__file__).parents[2]
+SAMPLES = ROOT.parent / "shared" / "samples" / "bundles"
 JOB_OF_TWO = {"job_id": 7, "world_size": 2, "nodes": ["gpu001", "gpu002"], "gpus": [0, 3]}
 PAIR = {"comm": "c", "ranks": [1, 0], "kind": "collective", "algo": "RING", "transport": "NET"}
 
@@ -190,6 +214,14 @@ def test_signatures_are_texts_that_can_be_taken_apart() -> None:
     assert signature_text(Signature()) is None
     assert contradict("AllReduce bf16 4", "AllGather bf16 4")
     assert not contradict("AllReduce bf16 ?", "AllReduce ? 4")
+
+
+def test_the_documentation_tells_every_file_and_field() -> None:
+    text = (ROOT / "docs" / "bundle.md").read_text()
+    lines = (JobFile, CommunicatorLine, FrameLine, RowLine, SummaryLine, OperatorLine, FabricFile, LinkItem, FlowItem)
+    fields = {field.encode_name for line in lines for field in msgspec.structs.fields(line)}
+    words = fields | {*NAMES, *STATES, *KINDS, *NVML, *IB, *HOST}
+    assert {word for word in words if f"`{word}`" not in text} == set()
 
 
 def test_bundles_of_the_samples_are_read_whole_and_written_again() -> None:

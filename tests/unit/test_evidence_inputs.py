@@ -231,6 +231,18 @@ def test_dumps_of_a_job_that_hangs_give_a_verdict(tmp_path: Path) -> None:
     assert [(culprit.rank, culprit.node) for culprit in verdict.culprits] == [(2, "b")]
 
 
+@pytest.mark.parametrize("terminal", [True, False])
+def test_only_a_terminal_is_told_how_far_reading_is(
+    tmp_path: Path, terminal: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("controller.cli.diagnose.PROGRESS_EVERY_S", -1.0)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    diagnose_paths([bundle_of(tmp_path / "b")])
+    told = capsys.readouterr().err
+    assert ("reading frames.jsonl, 0 MB" in told) == terminal
+    assert told.endswith("\r\x1b[K") == terminal
+
+
 def test_words_of_a_verdict_cannot_drive_the_terminal() -> None:
     verdict = Verdict(
         job_id=4,

@@ -76,7 +76,7 @@ class CommunicatorTable:
         members = []
         names = self._names.all()
         by_comm = np.argsort(used, kind="stable")
-        sorted_used = used[by_comm]
+        bounds = np.searchsorted(used[by_comm], np.arange(len(names) + 1, dtype=used.dtype))
         for position, index in enumerate(order + inferred):
             new_index[index] = position
             if index in self._members:
@@ -85,8 +85,7 @@ class CommunicatorTable:
                 self._notes.add(COMMUNICATORS, "a member rank is beyond the world's size and left out", count=beyond)
                 members.append(mine[mine < world])
             else:
-                first, last = np.searchsorted(sorted_used, [index, index + 1])
-                members.append(np.unique(rank_of_use[by_comm[first:last]]))
+                members.append(np.unique(rank_of_use[by_comm[bounds[index] : bounds[index + 1]]]))
         lines = [self._lines.get(index, CommunicatorLine()) for index in order + inferred]
         return Communicators(
             ids=tuple(names[index] for index in order + inferred),

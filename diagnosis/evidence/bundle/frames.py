@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from diagnosis.contracts.incident import UNKNOWN, WORLD_MAX, Communicators, Floats, Frames, Ints, State
-from diagnosis.evidence.bundle.files import FRAMES, ROW_NUMBERS, STATES, FrameLine, RowLine, mended_rows
+from diagnosis.evidence.bundle.files import FRAMES, ROW_NUMBERS, STATES, FrameLine, mended_rows
 from diagnosis.evidence.limits import Limits, Names
 from diagnosis.evidence.notes import Notes
 from diagnosis.evidence.signatures import Signature, signature_text
@@ -17,6 +17,8 @@ from diagnosis.evidence.values import Decoder
 
 _numbers = attrgetter(*ROW_NUMBERS)
 _PACK_ROWS = 1 << 14
+_STATES: dict[str | None, int] = {None: State.UNKNOWN} | {name: code for name, code in STATES.items()}
+_Operation = tuple[str | None, str | None, int | None, int | None]
 _FRAME_NUMBERS = ("rank", "t_ms", "window_ms")
 
 
@@ -27,7 +29,7 @@ class FrameTable:
         self._decoder = Decoder(FrameLine, {"comms": mended_rows})
         self._comms = comms
         self._signatures = Names(limits)
-        self._signature_of: dict[tuple[str | None, str | None, int | None, int | None], int] = {}
+        self._signature_of: dict[_Operation, int] = {}
         self._limits = limits
         self._notes = notes
         self._frames: list[tuple[int, float | None, float | None]] = []
@@ -58,29 +60,31 @@ class FrameTable:
         frame = len(self._frames)
         self._frames.append((rank, line.t_ms, line.window_ms))
         self.rank_max = max(self.rank_max, rank)
+        comm_of, words, values, signatures = self._comms.index, self._words, self._values, self._signature_of
         for row in rows:
-            comm = UNKNOWN if row is None else self._comms.index(row.comm)
+            comm = UNKNOWN if row is None else comm_of(row.comm)
             if row is None or comm == UNKNOWN:
                 self._notes.add(file, "a row without a communicator is skipped", at)
                 continue
-            state = State.UNKNOWN if row.state is None else STATES.get(row.state)
+            state = _STATES.get(row.state)
             if state is None:
                 self._notes.add(file, "a state that is none of the four is taken as unknown", at)
                 state = State.UNKNOWN
-            peer = row.peer if row.peer is not None and 0 <= row.peer < WORLD_MAX else UNKNOWN
-            self._words.append((frame, comm, peer, state, self._signature(row)))
-            self._values.append(_numbers(row))
+            key = (row.op, row.dtype, row.count, row.root)
+            signature = signatures.get(key)
+            if signature is None:
+                signature = self._new_signature(key)
+            peer = UNKNOWN if row.peer is None or not 0 <= row.peer < WORLD_MAX else row.peer
+            words.append((frame, comm, peer, state, signature))
+            values.append(_numbers(row))
         self._rows += len(rows)
-        if len(self._values) >= _PACK_ROWS:
+        if len(values) >= _PACK_ROWS:
             self._pack()
 
-    def _signature(self, row: RowLine) -> int:
-        key = (row.op, row.dtype, row.count, row.root)
-        index = self._signature_of.get(key)
-        if index is None:
-            index = self._signatures.index(signature_text(Signature(*key)))
-            if len(self._signature_of) < self._limits.names_max:
-                self._signature_of[key] = index
+    def _new_signature(self, key: _Operation) -> int:
+        index = self._signatures.index(signature_text(Signature(*key)))
+        if len(self._signature_of) < self._limits.names_max:
+            self._signature_of[key] = index
         return index
 
     def _pack(self) -> None:
