@@ -31,14 +31,19 @@ from diagnosis.engine.roles import roles_of
 
 ALIKE = 0.08
 MAD_TO_SIGMA = 1.4826
+COMMON_QUANTILE = 0.25
+TAIL_QUANTILE = 0.05
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Slowness:
-    """Measurements. `ratio`: unit now over unit at baseline (NaN unknown). Per rank (W,), in ms per unit: `unit_ms`,
-    `lost_ms`, `own_ms`, `excess_ms` (centred), `steps` (units per step). `common_ms` (W,): excess that the whole role
-    shares. Per communicator (C,): `transfer_ms`, `transfer_excess_ms`, `transfer_part` (of its members' loss).
-    `compared`: ranks were compared with themselves at baseline rather than with peers only."""
+    """Measurements. `ratio`: unit now over unit at baseline (NaN unknown).
+
+    Per rank (W,), in ms per unit: `unit_ms`, `lost_ms`, `own_ms`, `own_base_ms`, `excess_ms` (centred), `noise_ms` (one
+    sigma of it), `common_ms` (excess that the whole role shares); and `units_per_step`. Per communicator (C,):
+    `transfer_ms`, `transfer_base_ms`, `transfer_excess_ms`, `transfer_part` (of its members' loss). `compared`: ranks
+    were compared with themselves at baseline rather than with peers only.
+    """
 
     ratio: float
     compared: bool
@@ -48,7 +53,7 @@ class Slowness:
     own_base_ms: Floats
     excess_ms: Floats
     common_ms: Floats
-    noise_ms: float
+    noise_ms: Floats
     wait_ms: Floats
     units_per_step: Floats
     transfer_ms: Floats
@@ -64,7 +69,8 @@ def measure(lanes: Lanes) -> Slowness:
     base, now = means(lanes, base_frames), means(lanes, now_frames)
     collective = lanes.incident.communicators.kind[lanes.comm] != Kind.P2P
     busiest = _busiest(lanes, now, collective)
-    weight = _weights(lanes, now, busiest)
+    done = _rounds_done(lanes)
+    weight = _weights(lanes, done, busiest)
     unit_now, unit_base = _unit(lanes, now, busiest), _unit(lanes, base, busiest)
     with np.errstate(invalid="ignore", divide="ignore"):
         ratios = unit_now / unit_base
@@ -74,7 +80,7 @@ def measure(lanes: Lanes) -> Slowness:
     own_now, own_base = _own(lanes, now, weight), _own(lanes, base, weight)
     compared = bool(np.isfinite(own_base).sum() > 0.5 * np.isfinite(own_now).sum())
     raw = own_now - own_base if compared else own_now
-    common = _median_of_role(raw, role)
+    common = _common(raw, role)
     excess = raw - np.where(compared, np.maximum(common, 0.0), common)
     transfer, transfer_base = _transfers(lanes, now), _transfers(lanes, base)
     grown = _grown(lanes, transfer, transfer_base, collective)
@@ -87,9 +93,9 @@ def measure(lanes: Lanes) -> Slowness:
         own_base_ms=own_base if compared else common,
         excess_ms=excess,
         common_ms=common if compared else np.full(lanes.world, np.nan),
-        noise_ms=_sigma(excess),
+        noise_ms=_noise(excess, own_base if compared else own_now, base, now, busiest),
         wait_ms=_waits(lanes, now, weight),
-        units_per_step=_units_per_step(lanes, busiest),
+        units_per_step=_units_per_step(lanes, done, busiest),
         transfer_ms=transfer,
         transfer_base_ms=transfer_base,
         transfer_excess_ms=grown,
@@ -98,9 +104,23 @@ def measure(lanes: Lanes) -> Slowness:
     )
 
 
+def _noise(excess: Floats, own: Floats, base: Means, now: Means, busiest: Longs) -> Floats:
+    """One sigma of each rank's excess (W,): a common relative noise of one round, over the rounds of that rank."""
+    lane = np.maximum(busiest, 0)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        rounds = 1 / np.maximum(now.rounds[lane], 1) + 1 / np.maximum(base.rounds[lane], 1)
+        scale = own * np.sqrt(rounds)
+        told = excess / scale
+    return _sigma(told[np.isfinite(told)]) * scale
+
+
 def _sigma(values: Floats) -> float:
-    told = values[np.isfinite(values)]
-    return float(MAD_TO_SIGMA * np.median(np.abs(told - np.median(told)))) if len(told) else 0.0
+    """Spread of those that are well. The lower tail has its say, since half of a small job may be guilty together."""
+    if not len(values):
+        return 0.0
+    around = MAD_TO_SIGMA * float(np.median(np.abs(values - np.median(values))))
+    quarter, tail = np.quantile(values, (COMMON_QUANTILE, TAIL_QUANTILE))
+    return min(around, 2.0 * float(quarter - tail))
 
 
 def _spans(lanes: Lanes) -> tuple[Bools, Bools]:
@@ -153,33 +173,35 @@ def _unit(lanes: Lanes, of: Means, busiest: Longs) -> Floats:
     return unit
 
 
-def _seq(lanes: Lanes) -> Floats:
-    """Rounds of each lane since the job began (M,): by sequence number, which is exact."""
+def _rounds_done(lanes: Lanes) -> Floats:
+    """Rounds of each lane over all samples (M,): by sequence number where that is told, which misses none."""
     frames = lanes.incident.frames
-    seq = np.full(lanes.count, np.nan)
-    rows = np.flatnonzero((lanes.nth_last[frames.frame] == 0) & (lanes.lane_of_row >= 0))
-    seq[lanes.lane_of_row[rows]] = frames.seq[rows] + 1
-    return seq
+    rows = np.flatnonzero(lanes.lane_of_row >= 0)
+    lane = lanes.lane_of_row[rows]
+    counted = np.bincount(lane, np.nan_to_num(frames.rounds[rows]), lanes.count)
+    first, last = np.full(lanes.count, np.inf), np.full(lanes.count, -np.inf)
+    told = ~np.isnan(frames.seq[rows])
+    np.minimum.at(first, lane[told], frames.seq[rows][told])
+    np.maximum.at(last, lane[told], frames.seq[rows][told])
+    passed = np.where(np.isfinite(first) & np.isfinite(last), last - first, 0.0)
+    return np.maximum(counted, passed)
 
 
-def _weights(lanes: Lanes, now: Means, busiest: Longs) -> Floats:
+def _weights(lanes: Lanes, done: Floats, busiest: Longs) -> Floats:
     """Rounds of each lane per round of its rank's busiest lane (M,)."""
-    seq = _seq(lanes)
-    seq = np.where(np.isnan(seq), now.rounds, seq)
     unit = np.full(lanes.world, np.nan)
     told = busiest >= 0
-    unit[told] = seq[busiest[told]]
+    unit[told] = done[busiest[told]]
     with np.errstate(invalid="ignore", divide="ignore"):
-        return np.asarray(np.nan_to_num(seq / unit[lanes.rank]), np.float64)
+        return np.asarray(np.nan_to_num(done / unit[lanes.rank], posinf=0.0), np.float64)
 
 
-def _units_per_step(lanes: Lanes, busiest: Longs) -> Floats:
+def _units_per_step(lanes: Lanes, done: Floats, busiest: Longs) -> Floats:
     """A step has at least one round of each of a rank's collectives: the rarest one counts the steps (W,)."""
-    seq = _seq(lanes)
-    rarest = lanes.over_lanes_of_rank(np.where(seq >= 1, seq, np.inf), np.minimum, np.inf)
+    rarest = lanes.over_lanes_of_rank(np.where(done >= 1, done, np.inf), np.minimum, np.inf)
     unit = np.full(lanes.world, np.nan)
     told = busiest >= 0
-    unit[told] = seq[busiest[told]]
+    unit[told] = done[busiest[told]]
     with np.errstate(invalid="ignore", divide="ignore"):
         return np.where(np.isfinite(rarest), unit / rarest, 1.0)
 
@@ -200,13 +222,13 @@ def _waits(lanes: Lanes, now: Means, weight: Floats) -> Floats:
     return np.where(known, wait, np.nan)
 
 
-def _median_of_role(values: Floats, role: Longs) -> Floats:
-    """The median of each rank's role (W,)."""
+def _common(values: Floats, role: Longs) -> Floats:
+    """What all of a rank's role share (W,): three quarters of them have at least that."""
     result = np.full(len(values), np.nan)
     for members in by_kind(np.arange(len(role)), role):
         told = values[members][np.isfinite(values[members])]
         if len(told):
-            result[members] = np.median(told)
+            result[members] = np.quantile(told, COMMON_QUANTILE)
     return result
 
 
