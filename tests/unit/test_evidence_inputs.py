@@ -39,9 +39,10 @@ def read(*paths: Path) -> tuple[dict[str, bytes], list[str]]:
 
 def bundle_of(directory: Path) -> Path:
     directory.mkdir()
-    frames = [{"rank": 0, "t_ms": 1, "comms": []}, {"rank": 1, "t_ms": 1, "comms": []}]
+    row = {"comm": "c", "seq": 3, "state": "done", "rounds": 3, "dur_ms": 9, "gap_ms": 60}
+    frames = [{"rank": rank, "t_ms": at, "comms": [row]} for rank in (0, 1) for at in (1000, 2000)]
     (directory / "frames.jsonl").write_text("\n".join(json.dumps(line) for line in frames))
-    (directory / "job.json").write_text(json.dumps({"world_size": 2, "job_id": 5}))
+    (directory / "job.json").write_text(json.dumps({"world_size": 2, "job_id": 5, "nodes": ["gpu001", "gpu002"]}))
     return directory
 
 

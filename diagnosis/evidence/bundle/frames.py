@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from operator import attrgetter
 
 import numpy as np
@@ -17,7 +17,7 @@ from diagnosis.evidence.values import Decoder
 
 _numbers = attrgetter(*ROW_NUMBERS)
 _PACK_ROWS = 1 << 14
-_STATES: dict[str | None, int] = {None: State.UNKNOWN} | {name: code for name, code in STATES.items()}
+_STATES: Mapping[str | None, int] = {None: State.UNKNOWN, **dict[str | None, int](STATES.items())}
 _Operation = tuple[str | None, str | None, int | None, int | None]
 _FRAME_NUMBERS = ("rank", "t_ms", "window_ms")
 
