@@ -126,7 +126,7 @@ class Detect(_Section):
     """A round this many times as long as the baseline is slow."""
     noise_factor: float = Field(4.0, ge=0)
     """And it must exceed the baseline by this many times the baseline's own spread."""
-    blame_share_min: float = Field(0.4, gt=0, le=1)
+    blame_share_min: float = Field(0.25, gt=0, le=1)
     """A rank is blamed only for at least this share of the lost time."""
     clock_ratio_max: float = Field(0.9, gt=0, le=1)
     """A GPU clock below this share of its peers' or its maximum is low."""

@@ -71,7 +71,7 @@ def measure(lanes: Lanes) -> Slowness:
     busiest = _busiest(lanes, now, collective)
     done = _rounds_done(lanes)
     weight = _weights(lanes, done, busiest)
-    unit_now, unit_base = _unit(lanes, now, busiest), _unit(lanes, base, busiest)
+    unit_now, unit_base = _units(lanes, now, base, weight, busiest)
     with np.errstate(invalid="ignore", divide="ignore"):
         ratios = unit_now / unit_base
     ratio = float(np.nanmedian(ratios)) if not np.isnan(ratios).all() else np.nan
@@ -125,11 +125,7 @@ def _sigma(values: Floats) -> float:
 
 def _spans(lanes: Lanes) -> tuple[Bools, Bools]:
     """Which frames (F,) are the baseline and which are the incident."""
-    frames = lanes.incident.frames
-    busy = np.zeros(len(frames.rank))
-    np.maximum.at(busy, frames.frame, np.nan_to_num(frames.rounds))
-    with np.errstate(invalid="ignore", divide="ignore"):
-        rate = busy / np.where(np.isnan(frames.window_ms), 1000.0, frames.window_ms)
+    rate = _rates(lanes)
     length = lanes.nth + lanes.nth_last + 1
     samples = int(np.bincount(length[lanes.nth_last == 0]).argmax()) if len(length) else 0
     whole = length == samples
@@ -151,6 +147,21 @@ def _spans(lanes: Lanes) -> tuple[Bools, Bools]:
     return lanes.nth < lead, lanes.nth_last < trail
 
 
+def _rates(lanes: Lanes) -> Floats:
+    """Rounds of the busiest lane per ms in each frame (F,): of the time that is told, else of the window."""
+    frames = lanes.incident.frames
+    rounds, count = np.nan_to_num(frames.rounds), len(frames.rank)
+    busy = np.zeros(count)
+    np.maximum.at(busy, frames.frame, rounds)
+    silent = (rounds > 0) & (np.isnan(frames.gap_ms) | np.isnan(frames.dur_ms))
+    whole = np.bincount(frames.frame, silent, count) == 0
+    spent = np.bincount(frames.frame, np.nan_to_num(frames.gap_ms) + np.nan_to_num(frames.dur_ms), count)
+    window = np.where(np.isnan(frames.window_ms), 1000.0, frames.window_ms)
+    every = whole[lanes.nth == 0].all() if count else False  # one measure for the whole course
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return np.asarray(busy / np.where(every & (spent > 0), spent, window), np.float64)
+
+
 def _busiest(lanes: Lanes, now: Means, collective: Bools) -> Longs:
     """The lane of each rank with most rounds (W,), collectives first; -1 none."""
     rounds = now.rounds + np.where(collective, 0.5, -0.5)
@@ -163,8 +174,30 @@ def _busiest(lanes: Lanes, now: Means, collective: Bools) -> Longs:
     return chosen
 
 
+def _units(lanes: Lanes, now: Means, base: Means, weight: Floats, busiest: Longs) -> tuple[Floats, Floats]:
+    """Wall time per unit of each rank (W,), now and at baseline, measured in the same way.
+
+    Own time and time inside operations tile a rank's timeline, so where both are told of all its lanes their sum is
+    exact; rounds per window are only as exact as the rounds that fit into one.
+    """
+    tiled_now, tiled_base = _tiled(lanes, now, weight), _tiled(lanes, base, weight)
+    tiled = np.isfinite(tiled_now) & np.isfinite(tiled_base)
+    by_rate_now, by_rate_base = _unit(lanes, now, busiest), _unit(lanes, base, busiest)
+    return np.where(tiled, tiled_now, by_rate_now), np.where(tiled, tiled_base, by_rate_base)
+
+
+def _tiled(lanes: Lanes, of: Means, weight: Floats) -> Floats:
+    """Own time and time inside operations per unit (W,), NaN where any lane in use does not tell both."""
+    used = (of.rounds > 0) & (weight > 0)
+    told = used & ~np.isnan(of.gap_ms) & ~np.isnan(of.dur_ms)
+    spent = np.where(told, weight * (np.nan_to_num(of.gap_ms) + np.nan_to_num(of.dur_ms)), 0.0)
+    whole = lanes.over_lanes_of_rank((used & ~told).astype(np.float64), np.maximum, 0.0) == 0
+    some = lanes.over_lanes_of_rank(told.astype(np.float64), np.maximum, 0.0) > 0
+    return np.where(whole & some, lanes.over_lanes_of_rank(spent, np.add, 0.0), np.nan)
+
+
 def _unit(lanes: Lanes, of: Means, busiest: Longs) -> Floats:
-    """Wall time per unit of each rank (W,)."""
+    """Wall time per unit of each rank (W,), by the rate of its rounds."""
     unit = np.full(lanes.world, np.nan)
     told = np.flatnonzero(busiest >= 0)
     lane = busiest[told]

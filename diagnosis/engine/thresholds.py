@@ -31,7 +31,7 @@ class Thresholds:
     windows: int = 3
     slow_ratio: float = 1.25
     noise_factor: float = 4.0
-    blame_share_min: float = 0.4
+    blame_share_min: float = 0.25
     clock_ratio_max: float = 0.9
     clock_explains_min: float = 0.3
     slow_job_min: float = 0.06
