@@ -13,7 +13,7 @@ from diagnosis.drill.health import Health, Witness, no_witness
 from diagnosis.drill.layout import Operation
 from diagnosis.drill.network import hops, link_index, link_name
 from diagnosis.drill.program import Instruction
-from diagnosis.drill.slow_network import on_network, paths, whole
+from diagnosis.drill.slow_network import alike, on_network, paths, whole
 from diagnosis.drill.timeline import Bools, Break
 from diagnosis.drill.weather import Stall
 
@@ -23,7 +23,6 @@ XIDS: Final = (
     (48, "pid=77120, name=python3, An uncorrectable double bit error (DBE) has been detected on GPU"),
     (95, "pid=77120, name=python3, Uncontained ECC error. Physical Address 0x00000000"),
     (119, "pid=77120, name=python3, Timeout after 45s of waiting for RPC response from GPU0 GSP! Expected function 76"),
-    (94, "pid=77120, name=python3, Contained ECC error. Physical Address 0x00000000"),
 )
 
 
@@ -122,11 +121,10 @@ def gpu_xid(scene: Scene) -> list[Case]:
         row = health.nvml[rank]
         if number == 79:
             row |= dict.fromkeys(key for key in row if key not in ("node", "gpu", "source"))
-        elif number in (48, 95, 94):
-            row["ecc_dbe"] = 1 if number != 94 else 0
-            row["row_remap_pending"] = True
+        elif number in (48, 95):
+            row |= {"ecc_dbe": 1, "row_remap_pending": True}
 
-    causes = ["gpu_fault", "hbm_degraded"] if number in (48, 94, 95) else ["gpu_fault"]
+    causes = ["gpu_fault", "hbm_degraded"] if number in (48, 95) else ["gpu_fault"]
     return [_hang(scene, "H3", [rank], causes, "drain", _stops(scene, rank, ("tp", "dp", "dp", "norm")), witness)]
 
 
@@ -178,7 +176,7 @@ def link_cut(scene: Scene) -> list[Case]:
         path = hops(scene.layout, scene.fabric, whole(scene), family)
         dead[name] = np.isin(path.up, index) | np.isin(path.down, index)
     right = truth(
-        "hang", "H3", links=[up, down], causes=["link_fault"], action="notify", kind="link",
+        "hang", "H3", links=alike(scene, [up, down]), causes=["link_fault"], action="notify", kind="link",
         keep=scene.layout.node_names,
     )  # fmt: skip
     sources = {int(rank) for name, family in scene.layout.families.items() for rank in family.edges[dead[name]][:, 0]}

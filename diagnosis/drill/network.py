@@ -123,7 +123,7 @@ def track_bandwidth(layout: Layout, table: dict[str, Hops]) -> dict[str, Floats]
 def fabric_record(
     rng: np.random.Generator, layout: Layout, fabric: Fabric, network: Network, dead: str | None
 ) -> dict[str, Any]:
-    """`fabric.json`: all links, and the flows between nodes of the DP and pipeline communicators. A flow's rate is
+    """`fabric.json`: all links, and the flows between nodes of all communicators. A flow's rate is
     taken while it sends: a ring's fast hops wait between bursts. A link that is cut carries nothing."""
     half = fabric.leaves * SPINES
     names = [link_name(fabric, index) for index in range(2 * half)]
@@ -132,10 +132,7 @@ def fabric_record(
         a, b = name.split("-")
         links.append({"id": name, "a": a, "b": b, "gbps": fabric.trunk_gbps})
     flows: list[dict[str, Any]] = []
-    for name in ("dp", "p2p", "ep"):
-        family = layout.families.get(name)
-        if family is None:
-            continue
+    for family in layout.families.values():
         table = hops(layout, fabric, network, family)
         noise = np.exp(0.03 * rng.standard_normal(table.gb_s.shape))
         for group, hop in zip(*np.nonzero(table.net), strict=True):

@@ -45,6 +45,27 @@ def paths(scene: Scene) -> Hops:
     return table
 
 
+def alike(scene: Scene, links: list[str]) -> list[str]:
+    """These links and those that no flow can tell from them: over each of the others go the same flows."""
+    routes: list[set[str]] = []
+    for family in scene.layout.families.values():
+        table = hops(scene.layout, scene.fabric, whole(scene), family)
+        crossing = table.up >= 0
+        ends = zip(table.up[crossing].tolist(), table.down[crossing].tolist(), strict=True)
+        routes += [{link_name(scene.fabric, up), link_name(scene.fabric, down)} for up, down in ends]
+
+    def carried(cable: set[str]) -> list[bool]:
+        return [bool(route & cable) for route in routes]
+
+    hit = carried(set(links))
+    found = list(links)
+    for link in sorted(set().union(*routes) - set(links)):
+        cable = {link} if len(links) == 1 else {link, "-".join(reversed(link.split("-")))}
+        if carried(cable) == hit:
+            found.append(link)
+    return found
+
+
 def nic_degraded(scene: Scene) -> list[Case]:
     """A NIC's link came up at a lower speed."""
     rank = scene.rank(on_network(scene))
@@ -197,7 +218,7 @@ def _link(scene: Scene, causes: list[str], congested: bool) -> Case:
         for rank in np.flatnonzero(scene.fabric.leaf == leaf).tolist():
             health.ib[rank]["cnp_handled"] += int(scene.rng.integers(200, 9000 if congested else 1500))
 
-    right = _fabric_truth(scene, [up] if congested else [up, down], causes)
+    right = _fabric_truth(scene, alike(scene, [up] if congested else [up, down]), causes)
     return _network_case(scene, right, pieces, witness, fabric=True)
 
 
