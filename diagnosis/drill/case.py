@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -86,11 +86,10 @@ class Case:
     `pieces(x)`: what it changes at strength x >= 1 (1: nothing). `strengths`: the least and greatest, or the only
     possible ones where `discrete`. `witness(health, x)`: what machines show. `pattern`: active steps from the onset.
     `breakage`: what stops, in a hang. `weather`: changes to the weather that have no strength. `fabric`: flows were
-    gathered. `cut`: link that carries nothing. `exited`: ranks whose process is gone; `unseen`: ranks that never
-    reported. `quiet_ms`: the last sample is
+    gathered. `exited`: ranks whose process is gone; `unseen`: ranks that never reported. `quiet_ms`: the last sample is
     taken so long after the last thing that happened. `pause_ms`: samples go on so much longer, to see the job recover.
-    `early`: samples begin before the first step ends. `busy`: the
-    GPUs work at the end.
+    `early`: samples begin before the first step ends. `busy`: the GPUs work at the end. `protected`: ranks on whose
+    nodes nothing else is wrong or missing.
     """
 
     truth: Truth
@@ -102,14 +101,13 @@ class Case:
     breakage: Break | None = None
     weather: Callable[[Weather], Weather] = lambda weather: weather
     fabric: bool = False
-    cut: str | None = None
     exited: tuple[int, ...] = ()
     unseen: tuple[int, ...] = ()
     quiet_ms: float = 0.0
     pause_ms: float = 0.0
     early: bool = False
     busy: bool = True
-    protected: tuple[int, ...] = field(default=())
+    protected: tuple[int, ...] = ()
 
 
 def truth(

@@ -16,7 +16,7 @@ import numpy as np
 from diagnosis.contracts.errors import OperatorFault
 from diagnosis.drill import health as machine
 from diagnosis.drill import record
-from diagnosis.drill.case import Case, Pieces, Scene, joined
+from diagnosis.drill.case import Case, Scene, joined
 from diagnosis.drill.catalogue import KINDS
 from diagnosis.drill.layout import Layout, draw_layout
 from diagnosis.drill.network import Fabric, Network, build_fabric, fabric_record, hops, track_bandwidth
@@ -115,25 +115,21 @@ class Drill:
         case, samples, timeline = stage.cases[0], stage.samples, self.timeline
         probe = Probe(self.layout, timeline, fidelity, rng)
         times = list(samples.times)
-        gone_at = np.inf
         armed = samples.healthy
+        since = 0.0
         hang = self.truth["anomaly"] == "hang"
         if hang or case.quiet_ms:
-            since = record.last_activity_ms(timeline) if hang else record.step_ms_max(timeline.starts, timeline.onset)
+            since = record.last_activity_ms(timeline) if hang else float(timeline.starts[timeline.onset].max())
             wait = case.quiet_ms or float(rng.uniform(130_000, 1_500_000))
             times = [*times[: samples.healthy], since + wait]
             armed = len(times)
-            if case.exited:
-                gone_at = since
         by_rank = samples.frames(probe, times, armed)
-        if case.exited and rng.random() < 0.5:
-            last_word = samples.frames(probe, [gone_at + samples.window_ms / 10], 1)
+        if case.exited:
+            # A process that is gone has no last sample; perhaps there was one more just before.
+            last_word = samples.frames(probe, [since + samples.window_ms / 10], 1) if rng.random() < 0.5 else None
             for rank in case.exited:
-                by_rank[rank].insert(samples.healthy, last_word[rank][0])
-        kept = {rank: len(times) - 1 if rank in case.exited else len(times) + 1 for rank in range(self.layout.world)}
-        if case.exited and len(by_rank[case.exited[0]]) > len(times):
-            kept |= dict.fromkeys(case.exited, samples.healthy + 1)
-        self.frames = [f for rank, rows in enumerate(by_rank) if rank not in silent for f in rows[: kept[rank]]]
+                by_rank[rank][-1:] = last_word[rank] if last_word else []
+        self.frames = [frame for rank, rows in enumerate(by_rank) if rank not in silent for frame in rows]
         record.blank(rng, self.frames, nulls)
         self.communicators = record.communicator_records(rng, self.layout)
 
@@ -163,7 +159,8 @@ class Drill:
         gathered = any(each.fabric for each in stage.cases) or rng.random() < 0.05
         self.fabric: dict[str, Any] | None = None
         if gathered:
-            self.fabric = fabric_record(rng, layout, stage.scene.fabric, stage.network, case.cut)
+            dead = case.breakage.dead if case.breakage is not None else {}
+            self.fabric = fabric_record(rng, layout, stage.scene.fabric, stage.network, dead)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -308,6 +305,3 @@ def _drawn(rng: np.random.Generator, fixed: float | None, chance: float, most: f
 def _stream(seed: int, purpose: str) -> np.random.Generator:
     """A generator of its own for each purpose, so that more of one thing changes nothing else."""
     return np.random.default_rng([seed, zlib.crc32(purpose.encode())])
-
-
-__all__ = ["Drill", "Limits", "Pieces", "draw", "files", "kinds"]

@@ -186,7 +186,7 @@ def link_cut(scene: Scene) -> list[Case]:
         for rank in sources:
             health.ib[rank]["retransmits"] += int(scene.rng.integers(7, 900))
 
-    return [Case(right, breakage=_cut(scene, dead), witness=witness, fabric=True, cut=up)]
+    return [Case(right, breakage=_cut(scene, dead), witness=witness, fabric=True)]
 
 
 def _never(scene: Scene, ranks: list[int], causes: list[str], witness: Witness = no_witness) -> Case:

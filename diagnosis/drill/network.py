@@ -121,10 +121,13 @@ def track_bandwidth(layout: Layout, table: dict[str, Hops]) -> dict[str, Floats]
 
 
 def fabric_record(
-    rng: np.random.Generator, layout: Layout, fabric: Fabric, network: Network, dead: str | None
+    rng: np.random.Generator, layout: Layout, fabric: Fabric, network: Network, dead: dict[str, Bools]
 ) -> dict[str, Any]:
-    """`fabric.json`: all links, and the flows between nodes of all communicators. A flow's rate is
-    taken while it sends: a ring's fast hops wait between bursts. A link that is cut carries nothing."""
+    """`fabric.json`: all links, and the flows between nodes of all communicators.
+
+    A flow's rate is taken while it sends: a ring's fast hops wait between bursts. Hops that are `dead`, (G, m) by
+    family, carry nothing.
+    """
     half = fabric.leaves * SPINES
     names = [link_name(fabric, index) for index in range(2 * half)]
     links = []
@@ -139,7 +142,7 @@ def fabric_record(
             path = [names[i] for i in (int(table.up[group, hop]), int(table.down[group, hop])) if i >= 0]
             line = layout.nic_gbps / 8
             rate = min(line, float(table.gb_s[group, hop] * noise[group, hop]))
-            cut = dead is not None and bool({dead, "-".join(reversed(dead.split("-")))} & set(path))
+            cut = family.name in dead and bool(dead[family.name][group, hop])
             queue = line / max(rate, 1e-3)
             source, target = family.edges[group, hop].tolist()
             flows.append(

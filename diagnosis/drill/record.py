@@ -7,7 +7,7 @@ from typing import Any, Final
 import numpy as np
 
 from diagnosis.drill.health import Health
-from diagnosis.drill.layout import Floats, Layout, Ranks
+from diagnosis.drill.layout import Layout, Ranks
 from diagnosis.drill.probe import Entry, Probe
 from diagnosis.drill.timeline import Timeline
 
@@ -133,8 +133,3 @@ def health_records(health: Health, layout: Layout, nics: dict[int, str], silent:
     for rank, row in health.ib.items():
         row["nic"] = nics.get(int(layout.gpu[rank]), row["nic"])
     return [row for row in health.records() if row["node"] in heard]
-
-
-def step_ms_max(starts: list[Floats], onset: int) -> float:
-    """When the last rank began the step of the onset."""
-    return float(starts[onset].max())

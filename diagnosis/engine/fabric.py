@@ -1,26 +1,28 @@
 """Tomography of the network: the fewest links, switches or NICs that explain which flows are slow and which are not.
+ A flow is *bad* when it is dead, or when its rate lies below the widest gap between the rates of flows of its length.
+Each thing that flows pass through (a link, a switch, the NIC at either end) is a candidate when nearly all its flows
+are bad. Candidates are taken greedily by how many bad flows they alone still explain, the narrower first where two
+explain the same.
 
-A flow is *bad* when its rate is far below, or its round trip far above, the better half of all flows. Each thing
-that flows pass through (a link, a switch, the NIC at either end) is a candidate when nearly all its flows are bad.
-Candidates are taken greedily by how many bad flows they alone still explain, the narrower first where two explain the
-same.
-
-What is wrong with it, by load: a *full* link (our flows fill its capacity) is congested by our own traffic. When it
-has to carry several times as many flows as its siblings (the other links or switches that could have been chosen at
-the same place), ECMP has put too many flows on one path: polarisation. A slow link that is not full is broken.
+What is wrong with it, by load: where it has to carry several times as many flows as its siblings (the other links or
+switches that could have been chosen at the same place), ECMP has put too many flows on one path: polarisation. A *full*
+link (our flows fill its capacity) is congested by our own traffic. A slow link that is neither is broken, or full of
+what is not ours.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from diagnosis.contracts.incident import Fabric, Floats
 from diagnosis.engine.lanes import Bools
 
-BAD_RATE = 0.6
-BAD_RTT = 3.0
+GAP_MIN = 1.6
 ALL_BAD = 0.75
 FULL = 0.9
 CROWDED = 2.0
@@ -39,12 +41,16 @@ class Place:
     text: str
 
 
-def locate(fabric: Fabric) -> list[Place]:
-    """The guilty things, those that explain most first; empty where no flow is bad or nothing explains the bad ones."""
+def locate(fabric: Fabric, clean: Collection[int] = ()) -> list[Place]:
+    """The guilty things, those that explain most first; empty where no flow is bad or nothing explains the bad ones.
+
+    `clean`: ranks whose NIC has told its counters and is well; they are not suspected for their flows.
+    """
+    spared = {("rank", str(rank)) for rank in clean}
     bad = _bad_flows(fabric)
     if not bad.any() or bad.all():
         return []
-    candidates = _candidates(fabric)
+    candidates = {key: flows for key, flows in _candidates(fabric).items() if key not in spared}
     left = bad.copy()
     found: list[Place] = []
     while left.any() and len(found) < NAMED_MAX:
@@ -73,24 +79,37 @@ def dead_flows(fabric: Fabric) -> Bools:
 
 
 def _bad_flows(fabric: Fabric) -> Bools:
-    """Dead flows if there are any; else those far below the better ones of as many hops (P,)."""
-    gbps, rtt = fabric.gbps, fabric.rtt_us
+    """Dead flows if there are any; else those below the widest gap in the rates of flows of as many hops (P,).
+
+    Round trips stand in where no rate is told. A gap and no fixed part of the best: on a busy fabric healthy flows that
+    share a link differ from each other by small whole factors.
+    """
     bad = dead_flows(fabric)
     if bad.any():
         return bad
     hops = np.diff(fabric.path_start)
-    with np.errstate(invalid="ignore"):
-        for count in np.unique(hops):
-            alike = hops == count
-            if np.isfinite(gbps[alike]).any():
-                bad |= alike & (gbps < BAD_RATE * float(np.nanpercentile(gbps[alike], 75)))
-            if np.isfinite(rtt[alike]).any():
-                bad |= alike & (rtt > BAD_RTT * float(np.nanpercentile(rtt[alike], 25)))
+    for count in np.unique(hops):
+        alike = np.flatnonzero(hops == count)
+        rate = fabric.gbps[alike]
+        if not np.isfinite(rate).any():
+            rate = 1 / fabric.rtt_us[alike]
+        bad[alike[_below_gap(rate)]] = True
     return bad
 
 
+def _below_gap(rate: Floats) -> NDArray[np.int64]:
+    """Places of the rates below the widest gap between neighbours, if that is wide; none otherwise."""
+    told = np.flatnonzero(np.isfinite(rate) & (rate > 0))
+    order = told[np.argsort(rate[told], kind="stable")]
+    if len(order) < 2:
+        return np.empty(0, np.int64)
+    steps = rate[order[1:]] / rate[order[:-1]]
+    widest = int(steps.argmax())
+    return order[: widest + 1] if steps[widest] >= GAP_MIN else np.empty(0, np.int64)
+
+
 def _candidates(fabric: Fabric) -> dict[tuple[str, str], np.ndarray]:
-    """Flows through each link, switch and end; at least two flows make a candidate."""
+    """Flows through each link, switch and end; a switch or end needs two flows to be a candidate."""
     flows: dict[tuple[str, str], list[int]] = {}
     ends = {name for pair in zip(fabric.a, fabric.b, strict=True) for name in pair}
     for flow in range(len(fabric.gbps)):
@@ -102,7 +121,8 @@ def _candidates(fabric: Fabric) -> dict[tuple[str, str], np.ndarray]:
             flows.setdefault(("switch", name), []).append(flow)
         for rank in (int(fabric.src[flow]), int(fabric.dst[flow])):
             flows.setdefault(("rank", str(rank)), []).append(flow)
-    return {key: np.array(sorted(set(list_)), np.int64) for key, list_ in flows.items() if len(set(list_)) >= 2}
+    distinct = {key: sorted(set(list_)) for key, list_ in flows.items()}
+    return {key: np.array(list_, np.int64) for key, list_ in distinct.items() if key[0] == "link" or len(list_) >= 2}
 
 
 def _place(fabric: Fabric, key: tuple[str, str], flows: np.ndarray, bad: Bools) -> Place:
@@ -115,10 +135,14 @@ def _place(fabric: Fabric, key: tuple[str, str], flows: np.ndarray, bad: Bools) 
     mine = [i for i, link in enumerate(fabric.links) if link == name or name in (fabric.a[i], fabric.b[i])]
     used = [i for i in mine if load[i] > 0]
     full = [i for i in used if load[i] >= FULL]
-    crowd = _crowd(fabric, kind, name, len(flows))
+    share = _share(fabric, kind, name, len(flows))
+    crowd = len(flows) / share
+    chance = share + 2 * math.sqrt(share) + 1  # more than that is hardly chance
     words = f"{len(full)} of its {len(used)} links in use are full and it carries {crowd:.1f} times its share of flows"
-    if used and len(full) >= 0.5 * len(used):
-        cause = "ecmp_polarization" if crowd >= CROWDED else "link_congestion"
+    if crowd >= CROWDED and len(flows) >= chance:
+        cause = "ecmp_polarization"
+    elif used and len(full) >= 0.5 * len(used):
+        cause = "link_congestion"
     else:
         cause = "link_fault"
         words = "it is slow although it is not full"
@@ -126,15 +150,15 @@ def _place(fabric: Fabric, key: tuple[str, str], flows: np.ndarray, bad: Bools) 
     return Place(kind, name, None, cause, explained, text)
 
 
-def _crowd(fabric: Fabric, kind: str, name: str, flows: int) -> float:
-    """Flows through a place over the mean of it and its siblings; 1.0 where it has none."""
+def _share(fabric: Fabric, kind: str, name: str, flows: int) -> float:
+    """The mean of flows through a place and its siblings; where it has none, its own."""
     counts = np.bincount(fabric.path, minlength=len(fabric.links))
     if kind == "link":
         at = fabric.links.index(name)
         fans = [[i for i in range(len(fabric.links)) if ends[i] == ends[at]] for ends in (fabric.a, fabric.b)]
         fan = max(fans, key=len)
         mean = float(np.mean(counts[fan]))
-        return float(counts[at]) / mean if mean > 0 else 1.0
+        return mean if mean > 0 else float(flows)
     neighbours = {b for a, b in zip(fabric.a, fabric.b, strict=True) if a == name}
     neighbours |= {a for a, b in zip(fabric.a, fabric.b, strict=True) if b == name}
     siblings = {a for a, b in zip(fabric.a, fabric.b, strict=True) if b in neighbours}
@@ -146,7 +170,7 @@ def _crowd(fabric: Fabric, kind: str, name: str, flows: int) -> float:
             if end in through:
                 through[end].add(flow)
     mean = sum(len(set_) for set_ in through.values()) / max(1, len(through))
-    return flows / mean if mean > 0 else 1.0
+    return mean if mean > 0 else float(flows)
 
 
 def _load(fabric: Fabric) -> Floats:

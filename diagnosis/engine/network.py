@@ -72,9 +72,10 @@ def _of_nvlink(lanes: Lanes, comms: list[int], witnesses: Witnesses) -> list[Gui
 
 def _of_network(lanes: Lanes, comms: list[int], witnesses: Witnesses) -> list[Guilty]:
     fabric = lanes.incident.fabric
-    places = locate(fabric) if fabric is not None else []
     members = _members(lanes, comms)
     by_nic = [guilty for rank in members for guilty in [_nic_witness(lanes, rank, witnesses)] if guilty is not None]
+    clean = set(_told_by_nic(lanes)) - {guilty.rank for guilty in by_nic}
+    places = locate(fabric, clean) if fabric is not None else []
     if by_nic:
         by_nic = _origin(by_nic)
         if len(by_nic) <= max(NAMED_MAX, len(members) // 4) and _explain_all(lanes, comms, by_nic):
@@ -105,6 +106,16 @@ def _nic_witness(lanes: Lanes, rank: int, witnesses: Witnesses) -> Guilty | None
     }
     said.sort(key=lambda finding: order.get(finding.cause, 99))
     return Guilty(rank, node, said[0].cause, tuple(said))
+
+
+def _told_by_nic(lanes: Lanes) -> list[int]:
+    """Ranks whose NIC has told its counters."""
+    ib, job = lanes.incident.ib, lanes.incident.job
+    if ib is None:
+        return []
+    told = {(int(node), entity) for node, entity in zip(ib.node, ib.entity, strict=True)}
+    names = [nic_of(lanes, rank)[2] for rank in range(lanes.world)]
+    return [rank for rank, name in enumerate(names) if (int(job.node[rank]), name) in told]
 
 
 def _origin(found: list[Guilty]) -> list[Guilty]:

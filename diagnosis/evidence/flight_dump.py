@@ -8,8 +8,10 @@ an operation that ended by failing is retired too).
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import islice
 from typing import Final
 
@@ -31,6 +33,9 @@ _PAIR: Final = re.compile(r"(?P<what>send|recv) (?P<me>\d{1,7})(?:->|<-)(?P<othe
 _RANK_IN_NAME: Final = re.compile(r"rank[^0-9]{0,2}(\d{1,7})", re.IGNORECASE)
 _LAST_NUMBER: Final = re.compile(r"(\d{1,7})\D*$")
 _RANK_DIGITS: Final = re.compile(r"\d{1,7}")
+_ON_HOST: Final = ("gloo:", "mpi:")
+_NS_MAX: Final = 1 << 63
+Raw = Mapping[object, object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +49,6 @@ class Entry:
     ended: bool
     signature: str | None
     pair: tuple[int, int] | None
-    receives: bool
     called_ns: int
     on_host: bool
 
@@ -52,6 +56,10 @@ class Entry:
 @dataclass(slots=True)
 class Dump:
     """One rank's dump.
+
+    `entries`: those that say where the rank stands: of NCCL, what has not ended, and the newest of each group that has;
+    of a library on the host, all collectives. `ended`: how many collectives of a group have ended; `first_ns`,
+    `last_ns`: when the first and the last operation were called, 0 not told.
 
     `members`: ranks by name of the group, `kind`: what sort of group a name is; `status`: number of the newest
     operation that has ended, by the rank's own number of a group; `own_number`: that number by the group's name;
@@ -62,7 +70,10 @@ class Dump:
     rank: int
     is_json: bool
     entries: list[Entry] = field(default_factory=list)
-    members: dict[str, list[int]] = field(default_factory=dict)
+    ended: Counter[str] = field(default_factory=Counter)
+    first_ns: int = 0
+    last_ns: int = 0
+    members: dict[str, Sequence[int]] = field(default_factory=dict)
     kind: dict[str, str] = field(default_factory=dict)
     status: dict[int, int] = field(default_factory=dict)
     own_number: dict[str, int] = field(default_factory=dict)
@@ -103,8 +114,7 @@ def read_dump(file: str, raw: object, is_json: bool, notes: Notes) -> Dump | Non
             dump.status[own] = ended
     entries = raw.get("entries")
     entries = entries if isinstance(entries, list | tuple) else ()
-    for raw_entry in entries[:ENTRIES_MAX]:
-        _add_entry(dump, raw_entry, file, notes)
+    _Walk(dump, file, notes).over(entries[:ENTRIES_MAX])
     notes.add(file, "more operations than the reader's limit", count=max(0, len(entries) - ENTRIES_MAX))
     first = entries[0] if entries else None
     dump.hidden = _hidden(dump, entries)
@@ -112,35 +122,78 @@ def read_dump(file: str, raw: object, is_json: bool, notes: Notes) -> Dump | Non
     return dump
 
 
-def _add_entry(dump: Dump, raw: object, file: str, notes: Notes) -> None:
-    group = raw.get("process_group") if isinstance(raw, dict) else None
-    if not isinstance(raw, dict) or not isinstance(group, list | tuple) or len(group) < 1:
-        notes.add(file, "an entry without a process group is skipped")
-        return
-    name, number, operation = _word(group[0]), _whole(raw.get("collective_seq_id")), _word(raw.get("profiling_name"))
-    if number is None or not operation:
-        notes.add(file, "an entry without operation or number is skipped")
-        return
-    library, _, op = operation.rpartition(":")
-    pair = _PAIR.search(op)
-    receives = pair is not None and pair["what"] == "recv"
-    ends = (int(pair["me"]), int(pair["other"])) if pair else None
-    own = _whole(raw.get("pg_id"))
-    if own is not None:
-        dump.own_number[name] = own
-    dump.kind.setdefault(name, _word(group[1]) if len(group) > 1 else "")
-    dump.entries.append(
-        Entry(
-            group=name,
-            number=number,
-            ended=raw.get("state") == "completed" or raw.get("retired") is True,
-            signature=None if ends else _signature(op, raw),
-            pair=ends[::-1] if ends and receives else ends,
-            receives=receives,
-            called_ns=max(_whole(raw.get("time_created_ns")) or 0, 0),
-            on_host=library in ("gloo", "mpi"),
+class _Walk:
+    """Over the raw entries of a dump, in order. Most of them have ended and only the last of each group still says
+    something; so only that one is kept, and of what has not ended the first of each group."""
+
+    def __init__(self, dump: Dump, file: str, notes: Notes) -> None:
+        self._dump = dump
+        self._file = file
+        self._notes = notes
+        self._last_ended: dict[str, Raw] = {}
+        self._blocked: set[tuple[str, bool]] = set()
+
+    def over(self, entries: Sequence[object]) -> None:
+        for raw in entries:
+            group = raw.get("process_group") if isinstance(raw, dict) else None
+            if not isinstance(raw, dict) or not isinstance(group, list | tuple) or len(group) < 1:
+                self._notes.add(self._file, "an entry without a process group is skipped")
+                continue
+            name = _word(group[0])
+            own = raw.get("pg_id")
+            if own is not None and name not in self._dump.own_number and (number := _whole(own)) is not None:
+                self._dump.own_number[name] = number
+                self._dump.kind.setdefault(name, _word(group[1]) if len(group) > 1 else "")
+            self._take(name, raw)
+        for name, raw in self._last_ended.items():
+            self._keep(name, raw)
+
+    def _take(self, name: str, raw: Raw) -> None:
+        operation, dump = _word(raw.get("profiling_name")), self._dump
+        called_ns = raw.get("time_created_ns")
+        if type(called_ns) is int and 0 < called_ns < _NS_MAX:
+            dump.first_ns = min(dump.first_ns or called_ns, called_ns)
+            dump.last_ns = max(dump.last_ns, called_ns)
+        is_pair = "->" in operation or "<-" in operation
+        if not _has_ended(raw):
+            if (name, is_pair) in self._blocked:
+                return
+            self._blocked.add((name, is_pair))
+            if (before := self._last_ended.pop(name, None)) is not None:
+                self._keep(name, before)
+        elif is_pair:
+            return
+        else:
+            dump.ended[name] += 1
+            if not operation.startswith(_ON_HOST):
+                self._last_ended[name] = raw
+                return
+        self._keep(name, raw)
+
+    def _keep(self, name: str, raw: Raw) -> None:
+        number, operation = _whole(raw.get("collective_seq_id")), _word(raw.get("profiling_name"))
+        if number is None or not operation:
+            self._notes.add(self._file, "an entry without operation or number is skipped")
+            return
+        op = operation.rpartition(":")[2]
+        pair = _PAIR.search(op)
+        ends = (int(pair["me"]), int(pair["other"])) if pair else None
+        receives = pair is not None and pair["what"] == "recv"
+        self._dump.entries.append(
+            Entry(
+                group=name,
+                number=number,
+                ended=_has_ended(raw),
+                signature=None if ends else _signature(op, raw),
+                pair=ends[::-1] if ends and receives else ends,
+                called_ns=max(_whole(raw.get("time_created_ns")) or 0, 0),
+                on_host=operation.startswith(_ON_HOST),
+            )
         )
-    )
+
+
+def _has_ended(raw: Raw) -> bool:
+    return raw.get("state") == "completed" or raw.get("retired") is True
 
 
 def _hidden(dump: Dump, entries: Sequence[object]) -> int:
@@ -156,7 +209,7 @@ def _hidden(dump: Dump, entries: Sequence[object]) -> int:
     return hidden
 
 
-def _signature(op: str, raw: Mapping[object, object]) -> str | None:
+def _signature(op: str, raw: Raw) -> str | None:
     """Operation, type and elements of the input. Where members may rightly differ in size, the size is not told."""
     plain = op.lstrip("_")
     sizes, types = raw.get("input_sizes"), raw.get("input_dtypes")
@@ -174,14 +227,18 @@ def _elements(size: object) -> int:
     return product
 
 
-def _ranks(value: object) -> list[int]:
+def _ranks(value: object) -> Sequence[int]:
     """From "[0, 1]" or a list; those that are possible, each once."""
     if isinstance(value, str):
-        found = islice(_RANK_DIGITS.finditer(value), WORLD_MAX)
-        ranks = [int(one[0]) for one in found]
-    else:
-        ranks = [rank for one in value if (rank := integer(one)) is not None] if isinstance(value, list | tuple) else []
-    return list(dict.fromkeys(rank for rank in ranks if 0 <= rank < WORLD_MAX))
+        return _ranks_of_text(value)
+    whole = [integer(one) for one in value] if isinstance(value, list | tuple) else []
+    return tuple(dict.fromkeys(rank for rank in whole if rank is not None and 0 <= rank < WORLD_MAX))
+
+
+@lru_cache(maxsize=64)  # every dump tells the same groups
+def _ranks_of_text(text: str) -> Sequence[int]:
+    ranks = (int(one[0]) for one in islice(_RANK_DIGITS.finditer(text), WORLD_MAX))
+    return tuple(dict.fromkeys(rank for rank in ranks if rank < WORLD_MAX))
 
 
 def _whole(value: object) -> int | None:

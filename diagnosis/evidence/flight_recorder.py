@@ -26,7 +26,7 @@ from the moments of the calls (`call_times`).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -52,7 +52,7 @@ class _Group:
     """A communicator. `ranks` in its own order."""
 
     kind: int
-    ranks: list[int]
+    ranks: Sequence[int]
 
 
 def incident_of_dumps(dumps: Iterable[Dump], notes: Notes) -> Incident | None:
@@ -85,10 +85,10 @@ def _one_per_rank(dumps: list[Dump], notes: Notes) -> list[Dump]:
     return [chosen[rank] for rank in sorted(chosen)]
 
 
-def _members(dumps: list[Dump]) -> dict[str, list[int]]:
+def _members(dumps: list[Dump]) -> dict[str, Sequence[int]]:
     """Ranks of every group in which somebody did something, in the group's own order."""
     users: dict[str, list[int]] = {}
-    told: dict[str, list[int]] = {}
+    told: dict[str, Sequence[int]] = {}
     for dump in dumps:
         for name in dict.fromkeys(entry.group for entry in dump.entries):
             users.setdefault(name, []).append(dump.rank)
@@ -98,18 +98,18 @@ def _members(dumps: list[Dump]) -> dict[str, list[int]]:
     return {name: told.get(name) or ranks for name, ranks in users.items()}
 
 
-def _groups(dumps: list[Dump], members: dict[str, list[int]]) -> dict[str, _Group]:
+def _groups(dumps: list[Dump], members: dict[str, Sequence[int]]) -> dict[str, _Group]:
     """Groups with collectives, then the pairs of senders and receivers that somebody stands in."""
     collective = dict.fromkeys(entry.group for dump in dumps for entry in dump.entries if entry.pair is None)
     groups = {name: _Group(Kind.COLLECTIVE, members[name]) for name in collective}
     for dump in dumps:
         pair = _pair(dump.stands_at, members)
         if pair is not None:
-            groups.setdefault(pair[0], _Group(Kind.P2P, list(pair[1])))
+            groups.setdefault(pair[0], _Group(Kind.P2P, pair[1]))
     return groups
 
 
-def _pair(entry: Entry | None, members: dict[str, list[int]]) -> tuple[str, tuple[int, int]] | None:
+def _pair(entry: Entry | None, members: dict[str, Sequence[int]]) -> tuple[str, tuple[int, int]] | None:
     """Name and (source, destination) of the pair that a send or receive belongs to; None for anything else."""
     if entry is None or entry.pair is None:
         return None
@@ -124,7 +124,7 @@ class _FrameBuilder:
     """Rows of all ranks: an older frame with what each has done and, if anybody stands, a newest one."""
 
     def __init__(
-        self, dumps: list[Dump], members: dict[str, list[int]], groups: dict[str, _Group], notes: Notes
+        self, dumps: list[Dump], members: dict[str, Sequence[int]], groups: dict[str, _Group], notes: Notes
     ) -> None:
         self._dumps = dumps
         self._ranks = members
@@ -145,12 +145,12 @@ class _FrameBuilder:
         """The columns."""
         frames: list[tuple[int, float, float]] = []
         for dump in self._dumps:
-            called = [entry.called_ns / 1e6 for entry in dump.entries if entry.called_ns] or [np.nan]
+            newest_ms = dump.last_ns / 1e6 if dump.last_ns else np.nan
             self._add_past(len(frames), dump)
-            frames.append((dump.rank, max(called), max(called) - min(called)))
+            frames.append((dump.rank, newest_ms, newest_ms - dump.first_ns / 1e6))
             if self._standing:
                 self._add_newest(len(frames), dump)
-                frames.append((dump.rank, max(called), np.nan))
+                frames.append((dump.rank, newest_ms, np.nan))
         told = np.array(frames, np.float64).reshape(-1, 3)
         words = np.array(self._words, np.int32).reshape(-1, 5)
         numbers = {name: np.array([row.get(name, np.nan) for row in self._values]) for name in ROW_NUMBERS}
@@ -171,7 +171,7 @@ class _FrameBuilder:
         for name, entries in self._collectives(dump).items():
             done = self._done(dump, name, entries)
             times = self._times.get((dump.rank, self._comms[name]), {})
-            ended = {"rounds": float(sum(entry.ended for entry in entries))} | times
+            ended = {"rounds": float(dump.ended[name])} | times
             self._add_done(frame, dump, name, entries, done, ended)
 
     def _add_newest(self, frame: int, dump: Dump) -> None:

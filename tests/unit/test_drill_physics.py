@@ -248,3 +248,14 @@ def test_only_flows_over_a_cut_link_stop_and_they_are_the_broken_rounds(seed: in
     assert {flow["comm"] for flow in drill.fabric["flows"]} <= {row["comm"] for row in drill.communicators}
     flowing = [flow for flow in drill.fabric["flows"] if flow["gbps"] > 0.0]
     assert not any(set(flow["path"]) & set(drill.truth["links"]) for flow in flowing)
+
+
+def test_nothing_flows_through_a_nic_that_is_down() -> None:
+    found = 0
+    for seed in range(12):
+        drill = Drill(seed, "nic_down", FULL)
+        (culprit,) = drill.truth["ranks"]
+        for flow in drill.fabric["flows"] if drill.fabric is not None else ():
+            assert (flow["gbps"] == 0.0) == (culprit in (flow["src_rank"], flow["dst_rank"]))
+            found += 1
+    assert found > 0
