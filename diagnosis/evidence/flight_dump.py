@@ -78,7 +78,7 @@ class Dump:
     status: dict[int, int] = field(default_factory=dict)
     own_number: dict[str, int] = field(default_factory=dict)
     whole: bool = False
-    hidden: int = 0
+    hidden: Counter[str] = field(default_factory=Counter)
 
     @property
     def stands_at(self) -> Entry | None:
@@ -196,17 +196,17 @@ def _has_ended(raw: Raw) -> bool:
     return raw.get("state") == "completed" or raw.get("retired") is True
 
 
-def _hidden(dump: Dump, entries: Sequence[object]) -> int:
+def _hidden(dump: Dump, entries: Sequence[object]) -> Counter[str]:
     """Operations of a library on the host that have a number between two entries of a group, but no entry."""
     before: dict[str, int] = {}
-    hidden = 0
+    hidden: Counter[str] = Counter()
     for raw in entries[:ENTRIES_MAX] if any(entry.on_host for entry in dump.entries) else ():
         group, number = (raw.get("process_group"), _whole(raw.get("op_id"))) if isinstance(raw, dict) else (None, None)
         if number is not None and isinstance(group, list | tuple) and group:
             name = _word(group[0])
-            hidden += max(0, number - before.get(name, number) - 1)
+            hidden[name] += max(0, number - before.get(name, number) - 1)
             before[name] = number
-    return hidden
+    return +hidden
 
 
 def _signature(op: str, raw: Raw) -> str | None:

@@ -8,7 +8,8 @@ RUNNING nowhere has not entered what the others wait in.
 
 **Which round.** `collective_seq_id` counts the collectives of a group alike on all members; sends and receives are
 counted elsewhere and never compared. Each pair of ranks that send or receive is a communicator of kind P2P: only a
-rank that stands there has a row, and `peer` is whom it waits for.
+rank that stands there has a row, and `peer` is whom it waits for. gloo records neither, and only a gap in the numbers
+of a later collective shows them: then a rank that stands nowhere may well wait in one, and its state is unknown.
 
 **Who belongs to a group.** As `pg_config` says; gloo describes only the default group, under an empty name, so members
 are then all ranks that ran something in the group. A rank without a dump is a rank without a report: the world is the
@@ -132,12 +133,13 @@ class _FrameBuilder:
         self._comms = {name: at for at, name in enumerate(groups)}
         self._signatures = Names(DEFAULT)
         self._standing = any(dump.stands_at for dump in dumps)
+        self._secretive = {name for dump in dumps for name in dump.hidden}
         self._words: list[tuple[int, int, int, int, int]] = []  # frame, comm, peer, state, signature
         self._values: list[dict[str, float]] = []
         self._numbers = _own_numbers(dumps)
         self._times = _times(dumps, self._comms, groups, notes)
         if self._standing:
-            hidden = sum(dump.hidden for dump in dumps)
+            hidden = sum(sum(dump.hidden.values()) for dump in dumps)
             notes.add(SOURCE, "an operation that the dumps do not record (a send or receive) was called", count=hidden)
             notes.add(SOURCE, "dumps do not say when they were taken: what has not ended is taken to hang")
 
@@ -186,16 +188,26 @@ class _FrameBuilder:
                 values = {"seq": float(stands.number), "done_seq": stands.number - 1.0, "rounds": 0.0}
                 self._add(frame, name, State.RUNNING, self._signatures.index(stands.signature), values)
             else:
-                self._add_done(frame, dump, name, entries, self._done(dump, name, entries), {"rounds": 0.0})
+                unsure = stands is None and name in self._secretive
+                self._add_done(frame, dump, name, entries, self._done(dump, name, entries), {"rounds": 0.0}, unsure)
 
     def _add_done(
-        self, frame: int, dump: Dump, name: str, entries: list[Entry], done: float | None, values: dict[str, float]
+        self,
+        frame: int,
+        dump: Dump,
+        name: str,
+        entries: list[Entry],
+        done: float | None,
+        values: dict[str, float],
+        unsure: bool = False,
     ) -> None:
-        """A group in which the rank does not stand: what it has ended, or that it never used it; nothing if unknown."""
+        """A group in which the rank does not stand: what it has ended, or that it never used it; nothing if unknown.
+        `unsure`: it may stand in an operation that is not recorded."""
         if done is not None:
             last = next((entry.signature for entry in reversed(entries) if entry.ended and entry.number == done), None)
             code = self._signatures.index(last)
-            self._add(frame, name, State.DONE, code, {"seq": done, "done_seq": done} | values)
+            state = State.UNKNOWN if unsure else State.DONE
+            self._add(frame, name, state, code, {"seq": done, "done_seq": done} | values)
         elif dump.whole:
             self._add(frame, name, State.NONE, UNKNOWN, {"rounds": 0.0})
 
