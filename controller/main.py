@@ -122,7 +122,10 @@ class Controller:
         agents_socket = bind_tcp(settings.server.listen, "server.listen")
         page_socket = bind_tcp(settings.server.page, "server.page")
         self._servers: list[tuple[Server, list[socket.socket] | None]] = [
-            (tcp_server(ingest, settings.server.connections_max), [agents_socket]),
+            (
+                tcp_server(ingest, settings.server.connections_max, settings.server.connections_per_peer_max),
+                [agents_socket],
+            ),
             (tcp_server(self._page.asgi, 256), [page_socket]),
             (unix_server(self._control.asgi(), settings.socket), None),
         ]

@@ -13,9 +13,10 @@ import errno
 import os
 import socket
 import struct
+from collections import Counter
 from collections.abc import Generator
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, ClassVar, Final, NamedTuple
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -44,18 +45,27 @@ class GuardedProtocol(HttpToolsProtocol):
     """HTTP/1.1 whose heads are bounded in bytes and time and whose connections are bounded in number."""
 
     connections_max: int = 40_000
+    connections_per_peer_max: int = 40_000
+    peers: ClassVar[Counter[str]]
+    """Connections by address; each server has its own."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._head_bytes = 0
         self._head_timer: asyncio.TimerHandle | None = None
-        if len(self.connections) > self.connections_max:
+        self._peer = self.client[0] if self.client else ""
+        self.peers[self._peer] += 1
+        too_many = self.peers[self._peer] > self.connections_per_peer_max
+        if too_many or len(self.connections) > self.connections_max:
             transport.abort()
         else:
             self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._head_ended()
+        self.peers[self._peer] -= 1
+        if not self.peers[self._peer]:
+            del self.peers[self._peer]
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -88,6 +98,7 @@ class PeerProtocol(GuardedProtocol):
     """On a Unix socket: `scope["state"]["peer"]` is the `Peer`."""
 
     connections_max = 256
+    peers = Counter()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         credentials = transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
@@ -107,9 +118,14 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
 
-def tcp_server(app: Any, connections_max: int) -> Server:
-    """A server for sockets made by `bind_tcp`: `server.serve(sockets=[...])`."""
-    protocol = type("Protocol", (GuardedProtocol,), {"connections_max": connections_max})
+def tcp_server(app: Any, connections_max: int, connections_per_peer_max: int | None = None) -> Server:
+    """A server for sockets made by `bind_tcp`: `server.serve(sockets=[...])`. None: one address may have them all."""
+    bounds = {
+        "connections_max": connections_max,
+        "connections_per_peer_max": connections_per_peer_max or connections_max,
+        "peers": Counter(),
+    }
+    protocol = type("Protocol", (GuardedProtocol,), bounds)
     return Server(_config(app, protocol))
 
 

@@ -78,11 +78,13 @@ class Server(_Section):
     """Further Host names the page answers to, such as that of a signing-in reverse proxy before it."""
     report_period_ms: int = Field(1000, ge=100, le=600_000)
     """How often each daemon is told to report."""
-    bytes_in_flight_max: int = Field(128 << 20, ge=8 << 20)
+    bytes_in_flight_max: int = Field(128 << 20, ge=16 << 20)
     """Reports being received or read at one time; beyond it a daemon is told to come back later."""
     body_deadline_s: float = Field(10.0, gt=0, le=300)
     """A request body must have arrived after this time."""
     connections_max: int = Field(40_000, ge=16)
+    connections_per_peer_max: int = Field(64, ge=4)
+    """From one address. A node has two; raise it where a proxy stands before the controller."""
 
 
 class Control(_Section):

@@ -21,11 +21,13 @@ from controller.ingest.body import (
     Admission,
     Disconnected,
     Receive,
+    Room,
     Scope,
     Send,
     claimed_bytes,
     discard_body,
     header,
+    peer_of,
     read_body,
 )
 from controller.ingest.channels import ControlChannels
@@ -122,14 +124,10 @@ class IngestApp:
             await self._control(claim, scope, receive, send)
 
     async def _report(self, claim: credential.Claim, scope: Scope, receive: Receive, send: Send) -> None:
-        bytes_max = report.WIRE_BYTES_MAX
-        reserved = self._enter(claimed_bytes(scope, bytes_max))
-        try:
-            body = await read_body(receive, bytes_max, self._settings.body_deadline_s)
+        with self._room(scope, report.WIRE_BYTES_MAX) as room:
+            body = await read_body(receive, report.WIRE_BYTES_MAX, self._settings.body_deadline_s, room)
             mark = self._prove(claim, scope, body)
             told = report.decode(body)
-        finally:
-            self.admission.leave(reserved)
         self._same_node(claim, told.node)
         answer = self._accept_report(told, received_at=mark.at, age_ms=claim.age_ms)
         await self._store.see_node(claim.node, mark)
@@ -137,14 +135,10 @@ class IngestApp:
         await _answer(send, 200, msgspec.json.encode(answer))
 
     async def _evidence(self, claim: credential.Claim, scope: Scope, receive: Receive, send: Send) -> None:
-        bytes_max = control.EVIDENCE_BYTES_MAX
-        reserved = self._enter(claimed_bytes(scope, bytes_max))
-        try:
-            body = await read_body(receive, bytes_max, self._settings.body_deadline_s)
+        with self._room(scope, control.EVIDENCE_BYTES_MAX) as room:
+            body = await read_body(receive, control.EVIDENCE_BYTES_MAX, self._settings.body_deadline_s, room)
             mark = self._prove(claim, scope, body)
             told = _read_evidence(body)
-        finally:
-            self.admission.leave(reserved)
         self._same_node(claim, told.node)
         await self._store.see_node(claim.node, mark)
         await self._accept_evidence(told)
@@ -169,10 +163,10 @@ class IngestApp:
             gone.cancel()
             self._channels.leave(claim.node, channel)
 
-    def _enter(self, size_bytes: int) -> int:
-        if not self.admission.enter(size_bytes):
-            raise AgentFault("too many reports at once, come back", reason="busy")
-        return size_bytes
+    def _room(self, scope: Scope, bytes_max: int) -> Room:
+        """Room for a body; refused at once where what it says of itself is too much."""
+        self.admission.check(peer_of(scope), claimed_bytes(scope, bytes_max))
+        return Room(self.admission, peer_of(scope))
 
     def _prove(self, claim: credential.Claim, scope: Scope, body: bytes) -> NodeMark:
         credential.verify(self._secret, scope["method"], scope["path"], claim, body)

@@ -26,8 +26,11 @@ Reply = tuple[int, dict[str, Any]]
 class IngestSite:
     """Both ends. `reports` and `evidence`: what was taken in."""
 
-    def __init__(self, directory: Path, settings: Server, connections_max: int = 64) -> None:
+    def __init__(
+        self, directory: Path, settings: Server, connections_max: int = 64, connections_per_peer_max: int | None = None
+    ) -> None:
         self.directory, self.settings, self.connections_max = directory, settings, connections_max
+        self.connections_per_peer_max = connections_per_peer_max
         self.reports: list[tuple[Report, int]] = []
         self.evidence: list[Evidence] = []
         self.channels = ControlChannels(1000)
@@ -44,7 +47,7 @@ class IngestSite:
             self._accept_report,
             self._accept_evidence,
         )
-        self.server = tcp_server(self.app, self.connections_max)
+        self.server = tcp_server(self.app, self.connections_max, self.connections_per_peer_max)
         listener = bind_tcp(Address("127.0.0.1", 0), "server.listen")
         self.port: int = listener.getsockname()[1]
         self._serving = asyncio.create_task(self.server.serve(sockets=[listener]))
@@ -86,5 +89,6 @@ class IngestSite:
         async with self.session.post(path, data=body, headers=headers) as answer:
             return answer.status, json.loads(await answer.read())
 
-    async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        return await asyncio.open_connection("127.0.0.1", self.port)
+    async def connect(self, address: str = "127.0.0.1") -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """A bare connection, from any loopback address."""
+        return await asyncio.open_connection("127.0.0.1", self.port, local_addr=(address, 0))

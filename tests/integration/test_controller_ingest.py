@@ -237,25 +237,58 @@ async def test_connections_are_bounded_in_number(tmp_path: Path) -> None:
     await site.stop()
 
 
-async def test_reports_beyond_the_room_for_them_are_told_to_come_back(tmp_path: Path) -> None:
-    site = await IngestSite(tmp_path, Server(bytes_in_flight_max=8 << 20)).start()
-    slow = []
-    for _ in range(2):  # two bodies that fill the room and do not arrive
-        reader, writer = await site.connect()
-        claim = site.claim("POST", "/v1/report", b"")
-        writer.write(
-            f"POST /v1/report HTTP/1.1\r\nAuthorization: {claim}\r\nContent-Length: {WIRE_BYTES_MAX}\r\n\r\n".encode()
-        )
-        slow.append((reader, writer))
-    await eventually(lambda: site.app.admission.bytes_now == 2 * WIRE_BYTES_MAX)
-    body = encode(make_report())
+async def test_one_address_has_its_share_of_the_connections(tmp_path: Path) -> None:
+    site = await IngestSite(tmp_path, Server(), connections_max=64, connections_per_peer_max=4).start()
+    held = [await site.connect("127.0.0.2") for _ in range(8)]
+    await eventually(lambda: len(site.server.server_state.connections) == 4)
+    reader, writer = await site.connect("127.0.0.3")
+    writer.write(b"GET /nothing HTTP/1.1\r\n\r\n")
+    assert (await read_answer(reader))[0] == 404
+    for _, one in [*held, (reader, writer)]:
+        one.close()
+    await eventually(lambda: not site.server.server_state.connections)
+    reader, writer = await site.connect("127.0.0.2")  # what was closed counts no longer
+    writer.write(b"GET /nothing HTTP/1.1\r\n\r\n")
+    assert (await read_answer(reader))[0] == 404
+    writer.close()
+    await site.stop()
+
+
+async def _announce(site: IngestSite, address: str, length: int, sent: int) -> asyncio.StreamWriter:
+    """A body of `length` bytes, announced by a stranger who sends only the first `sent` of it."""
+    _, writer = await site.connect(address)
+    claim = site.claim("POST", "/v1/report", b"", key_of="gpu999")
+    head = f"POST /v1/report HTTP/1.1\r\nAuthorization: {claim}\r\nContent-Length: {length}\r\n\r\n"
+    writer.write(head.encode() + b"x" * sent)
+    return writer
+
+
+async def test_bodies_that_are_announced_and_do_not_come_keep_nobody_out(tmp_path: Path) -> None:
+    site = await IngestSite(tmp_path, Server(bytes_in_flight_max=16 << 20)).start()
+    slow = [await _announce(site, f"127.0.1.{number}", WIRE_BYTES_MAX, 1000) for number in range(1, 41)]
+    await eventually(lambda: site.app.admission.bytes_now == 40_000)
+    assert (await site.post(encode(make_report())))[0] == 200
+    for writer in slow:
+        writer.close()
+    await eventually(lambda: site.app.admission.bytes_now == 0)
+    await site.stop()
+
+
+async def test_bodies_beyond_the_room_of_their_address_are_told_to_come_back(tmp_path: Path) -> None:
+    site = await IngestSite(tmp_path, Server(bytes_in_flight_max=16 << 20)).start()
+    slow = [await _announce(site, "127.0.0.1", (1 << 20) + 1, 1 << 20) for _ in range(3)]
+    await eventually(lambda: site.app.admission.bytes_now == 3 << 20)
+    body = b"x" * ((1 << 20) + 1)  # the greatest share of one address is 4 MiB
     headers = {"Authorization": site.claim("POST", "/v1/report", body)}
     async with site.session.post("/v1/report", data=body, headers=headers) as answer:
         assert (answer.status, answer.headers["Retry-After"]) == (503, "2")
-    for _, writer in slow:
+    assert site.app.admission.bytes_now == 3 << 20
+    slow += [await _announce(site, "127.0.0.2", WIRE_BYTES_MAX, 1 << 20)]  # another address has room
+    await eventually(lambda: site.app.admission.bytes_now == 4 << 20)
+    for writer in slow:
         writer.close()
     await eventually(lambda: site.app.admission.bytes_now == 0)
-    assert (await site.post(body))[0] == 200
+    assert (await site.post(encode(make_report())))[0] == 200
     await site.stop()
 
 
