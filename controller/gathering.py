@@ -88,6 +88,8 @@ class Gathering:
         question = self._of(evidence.incident)
         if question is None or evidence.node not in question.asked or len(question.answers) >= ANSWERS_MAX:
             raise AgentFault(f"nobody asked {evidence.node} about incident {evidence.incident}", reason="incident")
+        if evidence.node in question.answered:
+            return  # its answer is here; it did not hear so
         question.answered.add(evidence.node)
         question.answers.append(evidence)
         if question.stored:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 import msgspec
+import structlog
 
 from diagnosis.contracts import report as wire
 from diagnosis.contracts.columns import unpack
@@ -25,11 +26,18 @@ Attempt = tuple[int, int]
 """(job_id, restart): Slurm's identity of a running attempt; the submit time joins it where acts are decided."""
 SAMPLES_REMEMBERED: Final = 1024
 STEPPING_ROUNDS_MIN: Final = 3
+ASKED_MAX: Final = 4096
+MEMBERSHIPS_PER_RANK_MAX: Final = 128
+"""Places in communicators that are remembered of a job, on average of its ranks. A frame holds 16 at one time."""
+_log = structlog.get_logger("registry")
 
 
 @dataclass(slots=True)
 class NodeNow:
-    """The newest report of a node, by the controller's clock. `attempts`: those with a rank that still lives there."""
+    """The newest report of a node, by the controller's clock.
+
+    `alive`: attempts with a rank that still lives there, each with the owner of its directory.
+    """
 
     node: str
     epoch: int
@@ -39,7 +47,7 @@ class NodeNow:
     hardware: HardwareFacts | None
     refused: dict[str, int]
     spool_dropped: int
-    attempts: set[Attempt] = field(default_factory=set)
+    alive: set[tuple[Attempt, int]] = field(default_factory=set)
     recent: set[tuple[int, int]] = field(default_factory=set)
     late_reports: int = 0
 
@@ -82,6 +90,7 @@ class Registry:
         self.nodes: dict[str, NodeNow] = {}
         self.histories: dict[Attempt, JobHistory] = {}
         self.unconfirmed: set[Attempt] = set()
+        self._asked: set[Attempt] = set()
         self._world: World | None = None
 
     def accept(self, report: Report, *, received_at: float, age_ms: int) -> Acknowledgement:
@@ -95,7 +104,7 @@ class Registry:
             known.late_reports += 1
             self._remember(known, report)
             return Acknowledgement()
-        attempts = {(sample.job_id, sample.restart) for sample in report.jobs if _lives(sample)}
+        alive = {((sample.job_id, sample.restart), sample.uid) for sample in report.jobs if _lives(sample)}
         now = NodeNow(
             node=report.node,
             epoch=report.epoch,
@@ -105,7 +114,7 @@ class Registry:
             hardware=report.hardware,
             refused=report.refused,
             spool_dropped=report.spool_dropped,
-            attempts=attempts,
+            alive=alive,
             recent=known.recent if known else set(),
             late_reports=known.late_reports if known else 0,
         )
@@ -124,23 +133,31 @@ class Registry:
         attempt = (sample.job_id, sample.restart)
         job = self._world.jobs.get(sample.job_id) if self._world else None
         if job is None or (job.restarts or 0) < sample.restart or report.node not in job.nodes:
-            if len(self.unconfirmed) < wire.JOBS_MAX:
+            # Slurm is asked early, but once: the frames of an ended job, and what users make up, are told for long.
+            if attempt not in self._asked and len(self.unconfirmed) < wire.JOBS_MAX:
                 self.unconfirmed.add(attempt)
             return
         if job.restarts != sample.restart or job.uid != sample.uid:
             return
         history = self.histories.get(attempt)
         if history is None:
-            history = self.histories[attempt] = JobHistory(*attempt, self.limits, measured_at)
+            ranks_max = wire.RANKS_MAX * len(job.nodes)
+            history = self.histories[attempt] = JobHistory(*attempt, self.limits, measured_at, ranks_max)
         history.observe(report.node, report.boot_id, sample, measured_at)
 
     def confirm(self, world: World) -> None:
         """Take Slurm's word on which attempts exist; forget the others."""
         self._world = world
+        if len(self._asked) > ASKED_MAX:
+            self._asked.clear()
+        self._asked |= self.unconfirmed
         self.unconfirmed.clear()
-        for attempt in list(self.histories):
+        for attempt, history in list(self.histories.items()):
             job = world.jobs.get(attempt[0])
             if job is None or job.ended or job.restarts != attempt[1]:
+                del self.histories[attempt]
+            elif _outgrown(history):
+                _log.warning("watched anew: too many communicators", job=attempt[0], restart=attempt[1])
                 del self.histories[attempt]
         for name in [name for name in self.nodes if name not in world.nodes]:
             del self.nodes[name]
@@ -172,9 +189,11 @@ class Registry:
     def ranks_gone(self, node: str, attempt: Attempt, now: float) -> bool | None:
         """Whether no process of the attempt lives on the node; None while its daemon is silent."""
         told = self.nodes.get(node)
+        job = self._world.jobs.get(attempt[0]) if self._world else None
         if told is None or now - told.measured_at > self.limits.stale_after_s:
             return None
-        return attempt not in told.attempts
+        # Anybody may make a directory of that name; only the job's own user speaks for it, where Slurm still tells who.
+        return not any(alive == attempt and (job is None or uid == job.uid) for alive, uid in told.alive)
 
     def status(self, now: float) -> list[JobStatus]:
         """All known attempts, by job id."""
@@ -213,6 +232,21 @@ class Registry:
             )
             for _, node in sorted(self.nodes.items())
         ]
+
+
+def _outgrown(history: JobHistory) -> bool:
+    """Whether more is remembered than a job can need: the communicators that ended are forgotten first."""
+    allowed = MEMBERSHIPS_PER_RANK_MAX * max(1, len(history.ranks))
+    if _memberships(history) <= allowed:
+        return False
+    for comm_id, comm in list(history.comms.items()):
+        if all(member.measured_at < history.ranks[member.rank].measured_at for member in comm.members.values()):
+            del history.comms[comm_id]
+    return _memberships(history) > allowed
+
+
+def _memberships(history: JobHistory) -> int:
+    return sum(len(comm.members) for comm in history.comms.values())
 
 
 def _lives(sample: JobSample) -> bool:

@@ -98,7 +98,7 @@ class PeerProtocol(GuardedProtocol):
     """On a Unix socket: `scope["state"]["peer"]` is the `Peer`."""
 
     connections_max = 256
-    peers = Counter()
+    peers: ClassVar[Counter[str]] = Counter()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         credentials = transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)

@@ -13,9 +13,10 @@ import random
 import time
 from typing import Final
 
+from diagnosis.contracts.columns import rows_of
 from diagnosis.contracts.control import CollectEvent, HelloEvent
 from diagnosis.contracts.errors import OperatorFault
-from diagnosis.contracts.report import JobSample, Report, encode
+from diagnosis.contracts.report import ROUND_DTYPE, ROUND_ROWS_MAX, JobSample, Report, encode
 from node_daemon.client import Client
 from node_daemon.collectors.frame_root import open_node_directory
 from node_daemon.collectors.frames import FrameReader, JobFrames, Sweep
@@ -139,9 +140,12 @@ class Agent:
         former_ns, self._reported_ns = self._reported_ns, time.monotonic_ns()
         memory: dict[tuple[int, int], Memory] = {}
         samples: list[JobSample] = []
-        for job in sweep.jobs:
+        rounds_left = ROUND_ROWS_MAX
+        for number, job in enumerate(sweep.jobs):
             attempt = (job.job_id, job.restart)
-            sample, memory[attempt] = summarise(job, self._memory.get(attempt, {}))
+            share = rounds_left // (len(sweep.jobs) - number)  # what a job leaves is there for those after it
+            sample, memory[attempt] = summarise(job, self._memory.get(attempt, {}), share)
+            rounds_left -= rows_of(sample.rounds, ROUND_DTYPE)
             samples.append(sample)
         self._memory = memory
         self._sample += 1

@@ -40,10 +40,11 @@ Memory = dict[CommKey, Told]
 """All communicators of one job at its last look. A communicator that was not seen then starts anew."""
 
 
-def summarise(job: JobFrames, before: Memory) -> tuple[JobSample, Memory]:
+def summarise(job: JobFrames, before: Memory, rounds_max: int = wire.ROUND_ROWS_MAX) -> tuple[JobSample, Memory]:
     """The job's part of a report, and what to remember for the next look.
 
-    At most RANKS_MAX frames are told, each with at most its 16 communicators and their 32 recorded rounds.
+    At most RANKS_MAX frames are told, each with at most its 16 communicators and their 32 recorded rounds. Where that
+    is more than `rounds_max`, each communicator tells its newest ones only, all as many.
     """
     frames = job.frames[: wire.RANKS_MAX]
     slots, again, rank_row = _stack(frames)
@@ -52,7 +53,7 @@ def summarise(job: JobFrames, before: Memory) -> tuple[JobSample, Memory]:
         for row, comm_id in zip(rank_row.tolist(), slots["comm_id"].tolist(), strict=True)
     ]
     known = [before.get(key) for key in keys]
-    rounds, told = _new_rounds(slots, again, known)
+    rounds, told = _new_rounds(slots, again, known, rounds_max)
     counters = np.stack([slots[name] for name in _COUNTERS], axis=1)
     after = {key: Told(tuple(row), numbers) for key, row, numbers in zip(keys, counters.tolist(), told, strict=True)}
     comms = _comm_table(frames, slots, rank_row, _differences(counters, known))
@@ -155,9 +156,11 @@ def _newest_signature(slots: Slots) -> NDArray[np.uint32]:
     return np.where(match.any(axis=1), found, worked_out)
 
 
-def _new_rounds(slots: Slots, again: Slots, known: list[Told | None]) -> tuple[Table, list[frozenset[int]]]:
+def _new_rounds(
+    slots: Slots, again: Slots, known: list[Told | None], rounds_max: int
+) -> tuple[Table, list[frozenset[int]]]:
     """Finished rounds that no report has told yet, and per communicator the numbers of those told so far."""
-    fresh: list[tuple[int, ...]] = []
+    fresh: list[list[tuple[int, ...]]] = []
     told: list[frozenset[int]] = []
     for row, (slot, after, former) in enumerate(zip(slots, again, known, strict=True)):
         if former is not None and former.counters[0] == int(slot["done"]):
@@ -165,10 +168,13 @@ def _new_rounds(slots: Slots, again: Slots, known: list[Told | None]) -> tuple[T
             continue
         rounds = _settled(slot, after)
         before = former.rounds if former is not None else frozenset[int]()
-        fresh += [(row, *entry) for entry in rounds if entry[0] not in before]
+        fresh.append([(row, *entry) for entry in rounds if entry[0] not in before])
         told.append(frozenset(entry[0] for entry in rounds))
-    columns = np.array(fresh, np.uint64).reshape(-1, 5).T
-    table = empty(wire.ROUND_DTYPE, len(fresh))
+    if sum(map(len, fresh)) > rounds_max:
+        each = rounds_max // len(fresh)
+        fresh = [entries[len(entries) - each :] if len(entries) > each else entries for entries in fresh]
+    columns = np.array([entry for entries in fresh for entry in entries], np.uint64).reshape(-1, 5).T
+    table = empty(wire.ROUND_DTYPE, columns.shape[1])
     for name, values in zip(("comm_row", "seq", "gap_us", "dur_us", "signature"), columns, strict=True):
         table[name] = values
     return table, told

@@ -35,13 +35,19 @@ def pack(table: Table) -> Columns:
     return {name: table[name].tobytes() for name in table.dtype.names or ()}
 
 
+def rows_of(columns: Columns, dtype: np.dtype[np.void]) -> int:
+    """How many rows the columns claim, by the first that is known; the others are compared with it by `unpack`."""
+    first = next((name for name in dtype.names or () if name in columns), None)
+    return 0 if first is None else len(columns[first]) // dtype[first].itemsize
+
+
 def unpack(columns: Columns, dtype: np.dtype[np.void], rows_max: int) -> Table:
     """Columns as a table of `dtype`.
 
     Raises AgentFault (reason `columns`) where known columns differ in length or exceed `rows_max` rows.
     """
     names = [name for name in dtype.names or () if name in columns]
-    rows = len(columns[names[0]]) // dtype[names[0]].itemsize if names else 0
+    rows = rows_of(columns, dtype)
     if rows > rows_max:
         raise AgentFault(f"{rows} rows, at most {rows_max} are taken", reason="columns")
     table = empty(dtype, rows)

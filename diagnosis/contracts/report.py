@@ -6,13 +6,14 @@ struct fields may be added); a change of meaning raises it, and an older side re
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Final
 
 import msgspec
 import numpy as np
 import zstandard
 
-from diagnosis.contracts.columns import Columns
+from diagnosis.contracts.columns import Columns, rows_of
 from diagnosis.contracts.errors import AgentFault
 
 VERSION: Final = 1
@@ -21,8 +22,11 @@ PLAIN_BYTES_MAX: Final = 32 << 20
 JOBS_MAX: Final = 64
 RANKS_MAX: Final = 256
 COMM_ROWS_MAX: Final = RANKS_MAX * 16
-ROUND_ROWS_MAX: Final = COMM_ROWS_MAX * 32
+ROUND_ROWS_MAX: Final = 16_384
+"""Of all jobs of one report together, like the two above: what a user's job writes costs the controller no more."""
 GPUS_MAX: Final = 64
+REASONS_MAX: Final = 64
+TEXT_CHARS_MAX: Final = 1024
 
 RANK_DTYPE: Final = np.dtype(
     [
@@ -179,8 +183,8 @@ def decompress(body: bytes) -> bytes:
 def decode(body: bytes) -> Report:
     """The report of a request body.
 
-    Raises AgentFault with reason `oversized`, `garbage`, `version` or `limits`. Tables stay packed; their users
-    unpack them with the row limits above.
+    Raises AgentFault with reason `oversized`, `garbage`, `version` or `limits`. Tables stay packed; all jobs' rows
+    together are within the limits above.
     """
     plain = decompress(body)
     try:
@@ -193,6 +197,30 @@ def decode(body: bytes) -> Report:
         report = _REPORT.decode(raw)
     except (msgspec.DecodeError, RecursionError) as error:
         raise AgentFault(f"body is not a report: {error}", reason="garbage") from error
+    _check_limits(report)
+    return report
+
+
+def _check_limits(report: Report) -> None:
+    """The size of a body bounds its bytes; this bounds what is made of them, and what is kept and shown."""
     if len(report.jobs) > JOBS_MAX or (report.hardware and len(report.hardware.gpus) > GPUS_MAX):
         raise AgentFault(f"more than {JOBS_MAX} jobs or {GPUS_MAX} GPUs in one report", reason="limits")
-    return report
+    tables: tuple[tuple[str, np.dtype[np.void], int], ...] = (
+        ("ranks", RANK_DTYPE, RANKS_MAX),
+        ("comms", COMM_DTYPE, COMM_ROWS_MAX),
+        ("rounds", ROUND_DTYPE, ROUND_ROWS_MAX),
+    )
+    for name, dtype, rows_max in tables:
+        if sum(rows_of(getattr(job, name), dtype) for job in report.jobs) > rows_max:
+            raise AgentFault(f"more than {rows_max} rows of {name} in one report", reason="limits")
+    if len(report.refused) > REASONS_MAX or any(len(text) > TEXT_CHARS_MAX for text in _texts(report)):
+        raise AgentFault(f"more than {REASONS_MAX} reasons or {TEXT_CHARS_MAX} characters of text", reason="limits")
+
+
+def _texts(report: Report) -> Iterator[str]:
+    yield report.boot_id
+    yield from report.refused
+    if report.hardware is not None:
+        yield from (report.hardware.state, report.hardware.detail)
+        for gpu in report.hardware.gpus:
+            yield from (gpu.uuid or "", gpu.bus_id or "")

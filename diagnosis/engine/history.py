@@ -145,12 +145,16 @@ class CommHistory:
 
 @dataclass(slots=True)
 class JobHistory:
-    """One attempt (`job_id`, `restart`) of a job, as its ranks' reports tell it."""
+    """One attempt (`job_id`, `restart`) of a job, as its ranks' reports tell it.
+
+    `ranks_max`: as many as its nodes can hold. A job that claims a greater world is not believed.
+    """
 
     job_id: int
     restart: int
     limits: Thresholds
     first_seen_at: float
+    ranks_max: int = RANKS_MAX
     world_size: int | None = None
     uid: int | None = None
     ranks: dict[int, RankNow] = field(default_factory=dict)
@@ -179,7 +183,7 @@ class JobHistory:
     def _observe_rank(self, node: str, boot_id: str, row: np.void, at: float) -> int | None:
         """The rank that a row speaks for, or None where it cannot be taken at its word."""
         rank, world = int(row["rank"]), int(row["world_size"])
-        if not 0 <= rank < min(max(world, 1), RANKS_MAX):
+        if not 0 <= rank < max(world, 1) <= self.ranks_max:
             return None
         known = self.ranks.get(rank)
         if known is not None and known.node != node and at - known.measured_at < self.limits.stale_after_s:
@@ -203,7 +207,7 @@ class JobHistory:
 
     def _observe_comm(self, row: np.void, rank: int | None, at: float) -> tuple[CommHistory, int] | None:
         comm_id, size, position = int(row["comm_id"]), int(row["comm_size"]), int(row["comm_rank"])
-        if rank is None or not 0 < size <= RANKS_MAX or position >= size:
+        if rank is None or not 0 < size <= self.ranks_max or position >= size:
             return None
         comm = self.comms.get(comm_id)
         if comm is None:

@@ -46,7 +46,8 @@ DIRECTORIES_SCANNED_MAX: Final = 4096
 FILES_SCANNED_MAX: Final = 512
 JOBS_PER_OWNER_MAX: Final = JOBS_MAX // 2
 FRAMES_MAX: Final = RANKS_MAX
-_JOB_NAME: Final = re.compile(r"(\d{1,10})\.(\d{1,5})", re.ASCII)
+_JOB_NAME: Final = re.compile(r"[1-9]\d{0,9}\.(?:0|[1-9]\d{0,4})", re.ASCII)
+"""As TaskProlog writes it and in no other way: `042.0` of another user must not stand beside `42.0` as the same job."""
 _FRAME_NAME: Final = re.compile(r"(\d{1,10})\.frame", re.ASCII)
 _OPEN_DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _OPEN_FILE: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY

@@ -27,20 +27,20 @@ STARTING = frozenset({"RUNNING", "CONFIGURING"})
 DOWN_KEEPS_GPUS_SINCE = (24, 11)
 
 
-def step(scene: Scene, job: JobView) -> Step:
-    """The job's own way comes first, then what was set DOWN; the case ends when both are done."""
-    forward = _forward(scene, job)
-    if isinstance(forward, Act):
-        return forward
+def undo_down(scene: Scene, step: Step) -> Step:
+    """The job's own `step` comes first, then what was set DOWN; the case ends when both are done, however the job's own
+    way ends: also where it is cancelled and Slurm has forgotten it meanwhile."""
+    if isinstance(step, Act):
+        return step
     undo = _undo_down(scene)
     if isinstance(undo, Act):
         return undo
-    if isinstance(forward, Wait) or undo is None:
-        return forward
+    if isinstance(step, Wait) or undo is None:
+        return step
     if isinstance(undo, Wait):
         return undo
-    outcome = "partly" if forward.outcome == "resolved" else forward.outcome
-    return Finished(outcome, f"{forward.text}; {undo.text}")
+    outcome = "partly" if step.outcome in ("resolved", "withdrawn") else step.outcome
+    return Finished(outcome, f"{step.text}; {undo.text}")
 
 
 def is_held(scene: Scene, node: str) -> bool:
@@ -49,7 +49,8 @@ def is_held(scene: Scene, node: str) -> bool:
     return view is not None and bool(view.flags & {"DRAIN", "FAIL"})
 
 
-def _forward(scene: Scene, job: JobView) -> Step:
+def forward(scene: Scene, job: JobView) -> Step:
+    """The requeued job's own way: let go, start, arrive."""
     if job.state == "COMPLETING":
         return _let_go(scene, job)
     if job.state == "PENDING":

@@ -33,7 +33,8 @@ from remediation.policy.world import JobView, World
 def next_step(case: Case, acts: Sequence[ActRecord], world: World, facts: Facts, policy: Policy, now: float) -> Step:
     """The one thing to do now. `acts`: the ledger of this case, `now`: seconds since the epoch as `world.taken_at`."""
     scene = Scene(case, tuple(acts), world, facts, policy, now)
-    return scene.hold_still() or _nothing_to_do(scene) or _drain(scene) or _job(scene)
+    halt = scene.hold_still()
+    return halt or afterwards.undo_down(scene, _nothing_to_do(scene) or _drain(scene) or _job(scene))
 
 
 def _nothing_to_do(scene: Scene) -> Step | None:
@@ -87,7 +88,7 @@ def _job(scene: Scene) -> Step:
     if job.restarts > case.restart:
         if scene.last("requeue") is None:
             return _ended(scene, f"{scene.job_name} was requeued by somebody else")
-        return afterwards.step(scene, job)
+        return afterwards.forward(scene, job)
     if job.restarts < case.restart or job.submit_time != case.submit_time:
         return _ended(scene, f"job id {case.job_id} belongs to another job now")
     if job.ended:

@@ -204,7 +204,25 @@ def test_a_frame_that_is_just_being_made_is_not_counted(place: Place) -> None:
     assert (len(sweep.jobs), sweep.refused) == (1, {})
 
 
-@pytest.mark.parametrize("name", ["x", "7", "7.", "7.0.0", "-7.0", "7.0 ", "12345678901.0", "7.123456", "٧.0", ".7.0"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "x",
+        "7",
+        "7.",
+        "7.0.0",
+        "-7.0",
+        "7.0 ",
+        "12345678901.0",
+        "7.123456",
+        "٧.0",
+        ".7.0",
+        "07.0",
+        "7.00",
+        "7.01",
+        "0.0",
+    ],
+)
 def test_a_directory_of_another_name_is_refused(place: Place, name: str) -> None:
     place.job(name)
     assert place.look().refused == {"name": 1}

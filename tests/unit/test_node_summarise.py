@@ -54,6 +54,20 @@ def test_the_first_look_knows_no_differences() -> None:
     assert rounds[["seq", "gap_us", "dur_us", "signature"]].tolist() == [(1, 30_000, 10_000, 7)]
 
 
+def test_where_rounds_are_too_many_each_communicator_tells_its_newest() -> None:
+    frame = image()
+    frame.join(1, comm_id=0xBEEF)
+    for slot, steps in ((0, 20), (1, 3)):
+        for _ in range(steps):
+            frame.step(slot)
+    job = JobFrames(7, 0, 1000, 1000, [sample_of(frame.tobytes())])
+    assert tables(summarise(job, {}, 23)[0])[2]["seq"].tolist() == [*range(1, 21), 1, 2, 3]
+    sample, memory = summarise(job, {}, 10)
+    assert tables(sample)[2]["seq"].tolist() == [*range(16, 21), 1, 2, 3]
+    assert len(tables(summarise(job, memory, 10)[0])[2]) == 0
+    assert len(tables(summarise(job, {}, 0)[0])[2]) == 0
+
+
 def test_differences_to_the_last_look_are_told_and_each_round_once() -> None:
     frame = image()
     frame.step()

@@ -21,6 +21,7 @@ from tests.planning import (
     GONE,
     HANG,
     IS_DOWN,
+    JOB,
     LONG_AGO,
     OTHER,
     PENDING,
@@ -203,3 +204,13 @@ def test_a_down_that_we_did_not_set_is_not_undone() -> None:
 def test_the_jobs_own_way_comes_before_the_node() -> None:
     step = ask(HANG, job=PENDING, node=IS_DOWN, acts=SET_DOWN[:2], facts=GONE)
     assert done(step) == ("set_exclude", "42")
+
+
+@pytest.mark.parametrize("job", [None, replace(JOB, submit_time="T9"), replace(ELSEWHERE, state="CANCELLED")])
+def test_a_node_set_down_is_brought_back_also_when_its_job_is_over_or_forgotten(job: JobView | None) -> None:
+    assert done(ask(HANG, job=job, node=IS_DOWN, acts=SET_DOWN, facts=GONE)) == ("undown", "gpu002")
+    alive = replace(GONE, old_ranks_gone={"gpu002": False})
+    assert "old processes still live there" in waits(ask(HANG, job=job, node=IS_DOWN, acts=SET_DOWN, facts=alive))
+    old = [act("requeue", 5000, hold="true"), act("set_down", 4000, target="gpu002", reason=DOWN)]
+    outcome, text = ends(ask(EARLY, job=job, node=IS_DOWN, acts=old, facts=alive))
+    assert outcome == "partly" and "node gpu002 is left DOWN" in text
