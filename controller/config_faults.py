@@ -12,6 +12,7 @@ from __future__ import annotations
 import difflib
 import re
 import tomllib
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -49,8 +50,11 @@ class ConfigFault(OperatorFault):
         self.faults = faults
 
 
-def load_model(path: Path, model: type[M]) -> M:
-    """The file's content as `model`. Raises ConfigFault with all faults of the file."""
+def load_model(path: Path, model: type[M], only: Collection[str] | None = None) -> M:
+    """The file's content as `model`; with `only`, as if nothing but these top-level keys stood in it.
+
+    Raises ConfigFault with all faults of what is looked at.
+    """
     text = _read(path)
     try:
         values = tomllib.loads(text)
@@ -58,6 +62,8 @@ def load_model(path: Path, model: type[M]) -> M:
         raise ConfigFault([_syntax_fault(path, text, error)]) from error
     except RecursionError as error:
         raise ConfigFault([Fault(str(path), None, "", "nested too deeply")]) from error
+    if only is not None:
+        values = {key: value for key, value in values.items() if key in only}
     try:
         return model.model_validate(values)
     except ValidationError as error:

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Final, Protocol, cast
 
 import structlog
@@ -37,6 +38,9 @@ from remediation.policy.world import World
 
 SUSPICION_SHARE: Final = 0.6
 """Share of the hang bound after which suspects are asked what they are doing."""
+OPEN_MAX: Final = 1_000_000
+"""Open incidents are read back without exception: one that was forgotten would leave a job held."""
+LOOKED_BACK_MAX: Final = 1000
 RECOVERED_AFTER_S: Final = 30.0
 FAULT_LOG_PERIOD_S: Final = 60.0
 """A fault that lasts is logged so often, not in every cycle."""
@@ -81,6 +85,8 @@ class ControlLoop:
         self._open: dict[Attempt, Incident] = {}
         self._since: dict[Attempt, tuple[object, float]] = {}
         self._well_since: dict[Attempt, float] = {}
+        self._given_up: dict[Attempt, str] = {}
+        self._bugs: list[str] = []
         self.verdicts: dict[Attempt, Verdict] = {}
         self._read = False
         self._status = LoopStatus(mode=policy_source().mode)
@@ -88,7 +94,10 @@ class ControlLoop:
 
     async def _read_back(self) -> None:
         """What was open when the controller ended goes on; what was to be told then is told, once."""
-        for incident in await self._store.incidents(limit=1000, open_only=True):
+        for incident in await self._store.incidents(limit=LOOKED_BACK_MAX):
+            if incident.outcome == "abandoned":
+                self._given_up[(incident.job_id, incident.restart)] = incident.id
+        for incident in await self._store.incidents(limit=OPEN_MAX, open_only=True):
             self._open[(incident.job_id, incident.restart)] = incident
             await self._notifier.tell(incident, "opened", self._clock())
             _log.info("resumed", incident=incident.id, phase=incident.phase, job=incident.job_id)
@@ -107,15 +116,16 @@ class ControlLoop:
         began = time.monotonic()
         fault: str | None = None
         sentence = ""
+        self._bugs = []
         try:
-            sentence = await self._cycle()
+            with self._guarded("all jobs"):
+                sentence = await self._cycle()
         except SlurmFault as error:
             fault = f"Slurm: {error}"
         except OperatorFault as error:
             fault = str(error)
-        except Exception as error:  # noqa: BLE001 - the shell of the loop: a bug must not silence the alarm
-            fault = f"bug in tocsin, please report it: {type(error).__name__}: {error}"
-            _log.exception("bug")
+        if fault is None and self._bugs:
+            fault = f"bug in tocsin, please report it: {self._bugs[0]}"
         self._log_fault(fault)
         world = self._world
         self._status = LoopStatus(
@@ -129,6 +139,18 @@ class ControlLoop:
             nodes_held=len(held_by_us(world)) if world else None,
             nodes_known=len(world.nodes) if world else None,
         )
+
+    @contextmanager
+    def _guarded(self, what: str) -> Iterator[None]:
+        """A bug must not silence the alarm: it is told, and only what it is about is left out of this cycle."""
+        try:
+            yield
+        except (SlurmFault, OperatorFault):
+            raise
+        except Exception as error:  # noqa: BLE001 - the shell of the loop, and of each job in it
+            if not self._bugs:
+                _log.exception("bug", about=what)
+            self._bugs.append(f"{what}: {type(error).__name__}: {error}")
 
     def _log_fault(self, fault: str | None) -> None:
         """A new fault at once, one that lasts once in a while, and its end."""
@@ -148,25 +170,33 @@ class ControlLoop:
         due = world is None or now - world.taken_at >= self._snapshot_period_s
         if world is None or due or acting or self._registry.unconfirmed:
             world = await self._look()
-        self.verdicts = {
-            attempt: diagnose(history, self._registry.gpus(now), now)
-            for attempt, history in self._registry.histories.items()
-            if current(world.jobs.get(attempt[0]), attempt)
-        }
+        self._judge(world, now)
         for attempt, verdict in self.verdicts.items():
-            self._suspect(attempt, now)
-            await self._consider(attempt, verdict, world)
+            with self._guarded(f"job {attempt[0]}"):
+                self._suspect(attempt, now)
+                await self._consider(attempt, verdict, world)
         for attempt, incident in list(self._open.items()):
-            if incident.phase == "acting":
-                await self._advance(incident)
-            elif attempt not in self.verdicts:
-                await self._leave(attempt, incident, world)
+            with self._guarded(f"incident {incident.id}"):
+                if incident.phase == "acting":
+                    await self._advance(incident)
+                elif attempt not in self.verdicts:
+                    await self._leave(attempt, incident, world)
         return self._sentence()
 
+    def _judge(self, world: World, now: float) -> None:
+        """A verdict on each attempt that runs."""
+        self.verdicts, gpus = {}, self._registry.gpus(now)
+        for attempt, history in self._registry.histories.items():
+            if current(world.jobs.get(attempt[0]), attempt):
+                with self._guarded(f"job {attempt[0]}"):
+                    self.verdicts[attempt] = diagnose(history, gpus, now)
+
     async def _look(self) -> World:
-        self._world = await self._backend.snapshot()
-        self._registry.confirm(self._world)
-        return self._world
+        world = self._world = await self._backend.snapshot()
+        self._registry.confirm(world)
+        restarts = {job.job_id: job.restarts for job in world.jobs.values()}
+        self._given_up = {key: number for key, number in self._given_up.items() if restarts.get(key[0]) == key[1]}
+        return world
 
     def _suspect(self, attempt: Attempt, now: float) -> None:
         """Ask early, since afterwards there is nothing left to ask."""
@@ -181,7 +211,7 @@ class ControlLoop:
         now = self._clock()
         incident = self._open.get(attempt)
         if not worth_an_incident(verdict):
-            if incident is not None and incident.phase == "open":
+            if incident is not None and incident.phase == "open" and self._is_well(attempt, incident):
                 await self._maybe_recovered(attempt, incident, now)
             self._since.pop(attempt, None)
             return
@@ -212,6 +242,7 @@ class ControlLoop:
             since=since,
             open_cases=tuple(_cases(self._open.values())),
             recent=tuple(await self._store.acts_since(now - DAY_S)),
+            given_up=self._given_up.get(attempt),
         )
         return decide(verdict, job, world, finding, policy, now)
 
@@ -275,6 +306,13 @@ class ControlLoop:
             incident.timeline.append((at, step.why))
             await self._store.add_line(incident.id, at, step.why)
 
+    def _is_well(self, attempt: Attempt, incident: Incident) -> bool:
+        """Whether no fault means that it is over. After a restart, or with a job watched anew, it may mean that nothing
+        is known yet: a job that was slow before has no healthy past then, and one that hangs has made no round."""
+        if incident.verdict.anomaly == "hang":
+            return self._registry.moved_since(attempt, incident.opened_at)
+        return self._registry.histories[attempt].first_seen_at < incident.opened_at
+
     async def _maybe_recovered(self, attempt: Attempt, incident: Incident, now: float) -> None:
         since = self._well_since.setdefault(attempt, now)
         if now - since >= RECOVERED_AFTER_S:
@@ -294,6 +332,8 @@ class ControlLoop:
         await self._notifier.tell(incident, "closed", now)  # before it is saved: a crash between tells again, not never
         await self._store.save_incident(incident)
         attempt = (incident.job_id, incident.restart)
+        if outcome == "abandoned":
+            self._given_up[attempt] = incident.id
         self._open.pop(attempt, None)
         self._since.pop(attempt, None)
         self._well_since.pop(attempt, None)

@@ -22,6 +22,7 @@ import uvloop
 from apscheduler.schedulers.asyncio import AsyncIOScheduler
 
 from controller import logs, systemd
+from controller.clock import SteadyClock
 from controller.control.app import ControlApp
 from controller.control.pause import Pause
 from controller.control.status import View
@@ -81,19 +82,23 @@ class Controller:
         self._reloading = asyncio.Lock()
         self._cycle_ended = asyncio.Event()
         self._cycle_ended.set()
+        self._clock = SteadyClock()
         self._pause = Pause(settings.state_dir)
-        self._notifier = Notifier(store, settings.notify)
+        self._notifier = Notifier(store, settings.notify, clock=self._clock)
         self._registry = Registry(settings.detect.thresholds())
         self._channels = ControlChannels(settings.server.report_period_ms)
         self._loop = ControlLoop(
             store=store,
             registry=self._registry,
-            backend=ScontrolBackend(path=settings.slurm.path, deadline_s=settings.slurm.call_deadline_s),
+            backend=ScontrolBackend(
+                path=settings.slurm.path, deadline_s=settings.slurm.call_deadline_s, clock=self._clock
+            ),
             settings=settings,
             policy_source=lambda: self._policy,
             notifier=self._notifier,
             pause=self._pause,
             channels=self._channels,
+            clock=self._clock,
         )
         self._scheduler = AsyncIOScheduler(timezone=UTC)
 
@@ -108,6 +113,7 @@ class Controller:
             self._channels,
             self._registry.accept,
             self._loop.accept_evidence,
+            clock=self._clock,
         )
         self._view = View(
             self._store,
@@ -116,8 +122,9 @@ class Controller:
             self._registry,
             requests=ingest.counts,
             listening=lambda: len(self._channels.nodes()),
+            clock=self._clock,
         )
-        self._control = ControlApp(self._view, self._pause, settings.control)
+        self._control = ControlApp(self._view, self._pause, settings.control, clock=self._clock)
         self._page = Page(self._view, settings.server.page_hosts)
         agents_socket = bind_tcp(settings.server.listen, "server.listen")
         page_socket = bind_tcp(settings.server.page, "server.page")
@@ -188,7 +195,7 @@ class Controller:
             _log.error("outbox not read", error=str(fault))
 
     async def _prune(self) -> None:
-        now, retention = time.time(), self._settings.retention
+        now, retention = self._clock(), self._settings.retention
         try:
             rows = await self._store.prune(
                 evidence_before=now - retention.evidence_days * _DAY_S,

@@ -9,16 +9,17 @@ from __future__ import annotations
 import os
 import pwd
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from enum import IntEnum
 from pathlib import Path
-from typing import Annotated, NoReturn, TypeVar
+from typing import Annotated, Final, NoReturn, TypeVar
 
 import msgspec
 import typer
 
 from controller.cli import words
 from controller.cli.client import Refused, Unreachable, ask
+from controller.config_faults import ConfigFault, load_model
 from controller.control.pause import Pause, PauseState
 from controller.control.status import IncidentDetail, Status
 from controller.settings import DEFAULT_PATH, Settings, load_settings, read_secret
@@ -27,6 +28,8 @@ from diagnosis.contracts.credential import node_key as derive_node_key
 from diagnosis.contracts.errors import OperatorFault
 
 T = TypeVar("T")
+PLACES: Final = ("state_dir", "socket")
+"""All that pausing needs to know."""
 
 
 class ExitCode(IntEnum):
@@ -103,7 +106,7 @@ def show(
     as_json: JsonOption = False,
 ) -> None:
     """One incident: who, why, how sure, what was done, and what the nodes sent."""
-    if not incident.isalnum():
+    if not (incident.isascii() and incident.isalnum()):
         raise typer.BadParameter("an incident's id has letters and digits only")
     answer = _ask(_settings(config), socket, "GET", f"/incidents/{incident}")
     _print(answer, as_json, lambda: words.detail_lines(_read(answer, IncidentDetail)))
@@ -117,7 +120,8 @@ def pause(
     as_json: JsonOption = False,
 ) -> None:
     """Do nothing to the cluster from now on; watching goes on. Works without a running controller too."""
-    settings = _settings(config)
+    settings = _settings(config, PLACES)
+    why = why.encode(errors="replace").decode()  # an argument may hold any bytes, and none of them prevents a pause
     try:
         answer = _ask_or_raise(settings, socket, "POST", "/pause", msgspec.json.encode({"why": why}))
     except Unreachable as error:
@@ -132,7 +136,7 @@ def pause(
 @app.command()
 def resume(config: ConfigOption = None, socket: SocketOption = None, as_json: JsonOption = False) -> None:
     """End a pause. Works without a running controller too."""
-    settings = _settings(config)
+    settings = _settings(config, PLACES)
     try:
         answer = _ask_or_raise(settings, socket, "POST", "/resume", b"")
         note = ""
@@ -187,14 +191,27 @@ def check(
         raise typer.Exit(ExitCode.PROBLEM)
 
 
-def _settings(config: Path | None) -> Settings:
-    """Of the file that was named. Where none was, the usual file is used as far as this user may read it."""
+def _settings(config: Path | None, places: Collection[str] = ()) -> Settings:
+    """Of the file that was named, else of the usual one; where this user may not read that, the defaults.
+
+    A fault in the file is told and ends the command. With `places` it only is told, as long as these keys are sound:
+    whoever wants to stop everything has no time to mend a file, and must not stop something else instead.
+    """
+    path = config or DEFAULT_PATH
     try:
-        return load_settings(config or DEFAULT_PATH)
-    except OperatorFault as fault:
-        if config is not None:
-            _fail(str(fault))
-        return Settings()
+        return load_settings(path)
+    except ConfigFault as fault:
+        if config is None and not os.access(path, os.R_OK):
+            return Settings()
+        faults = str(fault)
+    try:
+        if not places:
+            _fail(faults)
+        settings = load_model(path, Settings, places)
+    except ConfigFault:
+        _fail(f"{faults}\nwhich controller is meant is not known: nothing was changed")
+    typer.echo(faults, err=True)
+    return settings
 
 
 def _ask(settings: Settings, socket: Path | None, method: str, url: str) -> bytes:

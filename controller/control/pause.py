@@ -7,6 +7,7 @@ paused: in doubt nothing is done.
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 from typing import Final
@@ -42,19 +43,27 @@ class Pause:
             return msgspec.json.decode(data, type=PauseState)
         except FileNotFoundError:
             return None
-        except (OSError, msgspec.DecodeError):
+        except (OSError, msgspec.DecodeError, RecursionError):
             return PauseState()
 
     def pause(self, who: str, why: str, at: float) -> PauseState:
-        """Write the file, durably. Raises OperatorFault when the directory cannot be written."""
+        """Write the file, durably; on a full disk an empty one, which pauses too.
+
+        Raises OperatorFault when the directory cannot be written.
+        """
         state = PauseState(who=who, why=why[:WHY_CHARS_MAX], at=at)
         part = self.path.with_name(FILE_NAME + ".part")
         try:
-            with part.open("wb") as file:
-                file.write(msgspec.json.encode(state))
-                file.flush()
-                os.fsync(file.fileno())
-            part.replace(self.path)
+            try:
+                with part.open("wb") as file:
+                    file.write(msgspec.json.encode(state))
+                    file.flush()
+                    os.fsync(file.fileno())
+                part.replace(self.path)
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                    raise
+                self.path.touch()
             self._sync_directory()
         except OSError as error:
             raise OperatorFault(f"{self.path}: {error.strerror}: not paused", reason="pause") from error

@@ -84,6 +84,9 @@ class SqliteStore:
             raise
         except sqlite3.Error as error:
             raise OperatorFault(f"state file {self._path}: {error}; free or repair the disk", reason="store") from error
+        except msgspec.DecodeError as error:
+            text = f"state file {self._path}: an entry is damaged or of another version: {error}; restore a copy"
+            raise OperatorFault(text, reason="store") from error
 
     async def _write(self, work: Callable[[sqlite3.Connection], T]) -> T:
         """Run `work` in a transaction of its own."""
@@ -199,8 +202,8 @@ class SqliteStore:
         return await self._acts("WHERE intent_at >= ? ORDER BY seq", (at,))
 
     async def _acts(self, which: str, values: Row) -> list[ActRecord]:
-        rows = await self._read(f"SELECT {_ACT_COLUMNS} FROM act {which}", values)  # noqa: S608
-        return [_act(row) for row in rows]
+        query = f"SELECT {_ACT_COLUMNS} FROM act {which}"  # noqa: S608
+        return await self._run(lambda: [_act(row) for row in self._connection.execute(query, values)])
 
     # evidence
 

@@ -128,6 +128,7 @@ def _objections(
         guards.other_attempt(job, finding.submit_time, finding.restart),
         guards.not_running(job),
         guards.not_requeueable(job),
+        guards.given_up(finding.given_up),
         guards.unknown_nodes(case.avoid, job, world),
         guards.unsure(_culprits_on(verdict, case.avoid), _rules(verdict, policy).confidence_min),
         guards.in_another_case(case, others),

@@ -13,7 +13,7 @@ class Finding:
     """For `decide`: which attempt the verdict is about, and what is being done elsewhere.
 
     `since`: when this verdict was first reached. `open_cases`: all unfinished cases. `recent`: the ledger of the last
-    24 hours, all incidents.
+    24 hours, all incidents. `given_up`: the incident in which acting on this attempt was abandoned, if any.
     """
 
     incident: str
@@ -22,6 +22,7 @@ class Finding:
     since: float
     open_cases: tuple[Case, ...] = ()
     recent: tuple[ActRecord, ...] = ()
+    given_up: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,6 +82,11 @@ def not_requeueable(job: JobView) -> str | None:
     return None
 
 
+def given_up(incident: str | None) -> str | None:
+    """What was tried as often as allowed is not begun again under another number."""
+    return f"incident {incident} was abandoned on this attempt, a person must look" if incident else None
+
+
 def requeued_too_often(job: JobView, recent: Iterable[ActRecord], policy: Policy, now: float) -> str | None:
     """A fault that follows the job is not the nodes'."""
     count = sum(

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 import pytest_asyncio
+from typer.testing import CliRunner
 
-from controller.cli.main import ExitCode
+from controller.cli.main import ExitCode, app
 from controller.control.status import IncidentDetail, LoopStatus, Status
 from controller.store.base import Incident
 from diagnosis.contracts.credential import node_key
@@ -111,7 +112,13 @@ async def test_incidents_and_one_of_them_are_told_in_words_that_drive_no_termina
 async def test_what_is_not_there_is_a_problem_and_what_is_misused_is_usage(site: ControlSite) -> None:
     absent = await ask(site, "show", "ffffff")
     assert (absent.code, absent.err) == (ExitCode.PROBLEM, "no such incident\n")
-    for arguments in (("show", "../status"), ("incidents", "--limit", "0"), ("nonsense",), ("status", "--nonsense")):
+    for arguments in (
+        ("show", "../status"),
+        ("show", "é"),
+        ("incidents", "--limit", "0"),
+        ("nonsense",),
+        ("status", "--nonsense"),
+    ):
         assert (await tocsin(*arguments)).code == ExitCode.USAGE
 
 
@@ -155,6 +162,42 @@ async def test_pause_works_without_a_controller_and_says_how(tmp_path: Path) -> 
     resumed = await tocsin("resume", "--config", config)
     assert resumed.code == ExitCode.OK and resumed.out.startswith("resumed (no controller answers")
     assert not (tmp_path / "paused.json").exists()
+
+
+@pytest.mark.parametrize("fault", ["cycle_period_s = 0\n", "nonsense = 1\n", "[notify]\ntargets = 5\n"])
+async def test_a_fault_in_the_configuration_does_not_prevent_a_pause(tmp_path: Path, fault: str) -> None:
+    config = config_of(tmp_path)
+    config.write_text(config.read_text() + fault)
+    paused = await tocsin("pause", "--config", str(config))
+    assert paused.code == ExitCode.OK and "controller.toml:" in paused.err and (tmp_path / "paused.json").exists()
+    assert (await tocsin("resume", "--config", str(config))).code == ExitCode.OK
+    assert not (tmp_path / "paused.json").exists()
+
+
+@pytest.mark.parametrize("fault", ["state_dir = 5\n", "socket = [\n", 'state_dir = "relative"\n'])
+async def test_a_pause_of_nobody_knows_which_controller_is_refused(tmp_path: Path, fault: str) -> None:
+    config = tmp_path / "controller.toml"
+    config.write_text(fault)
+    paused = await tocsin("pause", "--config", str(config))
+    assert paused.code == ExitCode.PROBLEM and "nothing was changed" in paused.err
+
+
+async def test_the_usual_file_counts_with_its_faults_where_it_can_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(tmp_path)
+    config.write_text(config.read_text() + "nonsense = 1\n")
+    monkeypatch.setattr("controller.cli.main.DEFAULT_PATH", config)
+    result = CliRunner().invoke(app, ["pause"])
+    assert result.exit_code == ExitCode.OK and (tmp_path / "paused.json").exists()
+    result = CliRunner().invoke(app, ["status"])
+    assert result.exit_code == ExitCode.PROBLEM and "nonsense" in result.output
+
+
+@pytest.mark.parametrize("why", ["caf\udce9", "\udcff", "x" * 100_000, "\x1b[2J"])
+async def test_any_word_pauses(tmp_path: Path, why: str) -> None:
+    assert (await tocsin("pause", "--why", why, "--config", str(config_of(tmp_path)))).code == ExitCode.OK
+    assert (tmp_path / "paused.json").exists()
 
 
 async def test_a_pause_that_reaches_nobody_and_nothing_fails(tmp_path: Path) -> None:

@@ -156,7 +156,7 @@ async def world(tmp_path: Path) -> AsyncIterator[World]:
     await made.store.close()
 
 
-async def _until_closed(world: World, seconds: int = 40, slow: float = 2.0) -> Incident:
+async def until_closed(world: World, seconds: int = 40, slow: float = 2.0) -> Incident:
     for _ in range(seconds):
         await world.second(slow)
         found = await world.incidents()
@@ -184,7 +184,7 @@ async def test_a_daemon_that_stops_reporting_is_called_silent(world: World) -> N
 
 async def test_a_throttled_gpu_is_drained_and_the_job_runs_elsewhere(world: World) -> None:
     world.throttled = {GUILTY}
-    incident = await _until_closed(world)
+    incident = await until_closed(world)
     assert incident.outcome == "resolved", incident.outcome_text
     assert [name for name, view in world.slurm.nodes.items() if view.held] == [GUILTY]
     assert world.slurm.nodes[GUILTY].reason.startswith(f"tocsin:{incident.id}:gpu_clock_throttle:GPU1:drain ")
@@ -226,7 +226,7 @@ async def test_the_second_witness_may_come_later(world: World) -> None:
         await world.second(slow=2.0)
     assert (await world.incidents())[0].phase == "open"
     world.throttled = {GUILTY}
-    assert (await _until_closed(world)).outcome == "resolved"
+    assert (await until_closed(world)).outcome == "resolved"
 
 
 async def test_a_hang_is_requeued_away_with_its_evidence_kept_and_nothing_drained(world: World) -> None:
@@ -243,7 +243,7 @@ async def test_a_hang_is_requeued_away_with_its_evidence_kept_and_nothing_draine
         processes=[ProcessEvidence(rank=CULPRIT, pid=1005, state="T")],
     )
     await world.loop.accept_evidence(evidence)
-    incident = await _until_closed(world)
+    incident = await until_closed(world)
     assert incident.id == asked[1].incident
     assert incident.outcome == "resolved", incident.outcome_text
     assert [row.node for row in await world.store.evidence(incident.id)] == [GUILTY]
@@ -258,7 +258,7 @@ async def test_an_act_waits_for_evidence_that_was_asked_for_but_not_for_ever(wor
         await world.second()
     (incident,) = await world.incidents()
     assert incident.phase == "acting" and await world.acts() == []
-    assert (await _until_closed(world)).outcome == "resolved"
+    assert (await until_closed(world)).outcome == "resolved"
 
 
 async def test_evidence_that_nobody_asked_for_is_refused(world: World) -> None:
@@ -274,7 +274,7 @@ async def test_nothing_is_done_while_paused_and_all_of_it_after_resuming(world: 
     assert [name for name, _ in world.slurm.calls if name != "snapshot"] == []
     assert "paused" in (await world.incidents())[0].decision
     world.pause.resume()
-    assert (await _until_closed(world)).outcome == "resolved"
+    assert (await until_closed(world)).outcome == "resolved"
 
 
 async def test_observing_says_what_would_be_done_and_does_nothing(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -20,7 +22,9 @@ def test_pause_and_resume(tmp_path: Path) -> None:
     assert not pause.resume()
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[1, 2]", b"\xff\xfe", b'{"who": 5}', b"x" * 100_000])
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[1, 2]", b"\xff\xfe", b'{"who": 5}', b"x" * 100_000, b'{"x":' + b"[" * 16_000]
+)
 def test_any_file_pauses(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "paused.json").write_bytes(content)
     assert Pause(tmp_path).state() == PauseState()
@@ -36,6 +40,18 @@ def test_what_cannot_be_read_pauses(tmp_path: Path) -> None:
 def test_a_directory_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     with pytest.raises(OperatorFault, match="not paused"):
         Pause(tmp_path / "absent").pause("ada", "", 5.0)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount")
+def test_a_full_disk_pauses_too(tmp_path: Path) -> None:
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16k", "none", tmp_path], check=True)
+    try:
+        with pytest.raises(OSError, match="No space"):
+            (tmp_path / "filler").write_bytes(bytes(1 << 20))
+        Pause(tmp_path).pause("ada", "", 5.0)
+        assert Pause(tmp_path).state() == PauseState()
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)
 
 
 def test_a_long_reason_is_cut(tmp_path: Path) -> None:

@@ -248,6 +248,18 @@ async def test_a_file_that_is_no_state_or_of_a_newer_version_is_refused(tmp_path
         await SqliteStore.open(tmp_path / "no such directory" / "state.db")
 
 
+@pytest.mark.parametrize("change", ["UPDATE incident SET body = x'7b7d'", "UPDATE act SET args = x'ff'"])
+async def test_a_damaged_entry_is_told_as_the_operators(store: SqliteStore, tmp_path: Path, change: str) -> None:
+    await store.add_incident(make_incident())
+    await store.intend("a1b2c3", "drain", "gpu002", {}, "why", 1.0)
+    with sqlite3.connect(tmp_path / "state.db") as by_hand:
+        by_hand.execute("DROP TRIGGER act_is_final")
+        by_hand.execute(change)
+    read = store.incidents(10) if "incident" in change else store.acts_since(0.0)
+    with pytest.raises(OperatorFault, match=r"state\.db: an entry is damaged"):
+        await read
+
+
 async def test_the_state_file_is_for_its_owner_alone(store: SqliteStore, tmp_path: Path) -> None:
     await store.add_incident(make_incident())
     assert {path.stat().st_mode & 0o077 for path in tmp_path.glob("state.db*")} == {0}

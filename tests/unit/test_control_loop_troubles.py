@@ -1,0 +1,101 @@
+"""The control loop on bad days: what was given up, a restart in the middle, a job that breaks its own diagnosis."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from diagnosis.contracts.control import Evidence
+from diagnosis.contracts.report import Report
+from diagnosis.contracts.verdict import Verdict
+from diagnosis.engine.history import JobHistory
+from diagnosis.engine.live import diagnose
+from remediation.policy.rules import Policy
+from tests.simjob import SimJob
+from tests.unit.test_control_loop import CULPRIT, GUILTY, JOB, World, until_closed, world
+
+__all__ = ["world"]
+
+
+async def test_a_node_answers_once(world: World) -> None:
+    world.sim.hang(absent=[CULPRIT])
+    while not world.asked:
+        await world.second()
+    (_, event) = world.asked[0]
+    told = Evidence(incident=event.incident, node=GUILTY, job_id=JOB, restart=0, processes=[])
+    for _ in range(100):
+        await world.loop.accept_evidence(told)
+    while not await world.incidents():
+        await world.second()
+    assert len(await world.store.evidence(event.incident)) == 1
+
+
+@pytest.mark.parametrize("act", ["drain", "signal", "requeue"])
+async def test_what_was_abandoned_is_not_begun_again_not_even_after_a_restart(world: World, act: str) -> None:
+    world.throttled = {GUILTY}
+    world.slurm.failures[act] = 1_000_000
+    await until_closed(world, 100)
+    assert sum(name == act for name, _ in world.slurm.calls) == 3
+    for _ in range(2):
+        for _ in range(60):
+            await world.second(slow=2.0)
+        still_open, abandoned = await world.incidents()
+        assert (abandoned.outcome, still_open.phase) == ("abandoned", "open")
+        assert f"incident {abandoned.id} was abandoned on this attempt, a person must look" in still_open.decision
+        assert sum(name == act for name, _ in world.slurm.calls) == 3
+        await world.store.close()
+        await world.start()
+
+
+@pytest.mark.parametrize("fault", ["hang", "slow"])
+async def test_a_restart_does_not_heal_a_job(world: World, fault: str) -> None:
+    world.policy = Policy()
+    if fault == "hang":
+        world.sim.hang(absent=[CULPRIT])
+    while not await world.incidents():
+        await world.second(slow=2.0)
+    await world.store.close()
+    await world.start()
+    for _ in range(50):
+        await world.second(slow=2.0)
+    (incident,) = await world.incidents()
+    assert incident.phase == "open" and world.told == [(incident.id, "opened")]
+    if fault == "hang":
+        for rank in world.sim.ranks:
+            rank.running, rank.seq = False, max(other.seq for other in world.sim.ranks)
+            rank.done, rank.since_ms = rank.seq, world.sim.now_ms
+        for _ in range(40):
+            await world.second()
+        assert (await world.incidents())[0].outcome == "recovered"
+    world.slurm.cancel(JOB)
+    await world.second()
+    assert (await world.incidents())[0].phase == "closed"
+
+
+async def test_a_job_that_breaks_the_engine_breaks_it_for_itself_alone(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(history: JobHistory, *others: Any) -> Verdict:
+        if history.job_id == 41:
+            raise ZeroDivisionError
+        return diagnose(history, *others)
+
+    world.slurm.submit("gpu007", "gpu008", job_id=41)
+    other = SimJob(ranks=4, job_id=41)
+    for rank in other.ranks:
+        rank.node = {"gpu001": "gpu007", "gpu002": "gpu008"}[rank.node]
+    world.registry.confirm(await world.slurm.snapshot())
+    world.registry.accept(Report("gpu007", "b", 1, 1, 0, 0, 0, [other.sample("gpu007")]), received_at=0, age_ms=0)
+    assert list(world.registry.histories) == [(JOB, 0), (41, 0)]
+    world.registry.histories = dict(reversed(world.registry.histories.items()))
+    monkeypatch.setattr("controller.loop.diagnose", broken)
+    world.sim.hang(absent=[CULPRIT])
+    for _ in range(10):
+        world.sim.now_ms += 1000
+        world.slurm.advance(1)
+        world.report()
+        await world.loop.cycle()
+        assert world.loop.status().fault == "bug in tocsin, please report it: job 41: ZeroDivisionError: "
+    (incident, *_) = await world.incidents()
+    assert incident.job_id == JOB and incident.phase == "acting"
