@@ -219,7 +219,9 @@ class Simulation:
                     send[position], recv[position] = (int(here.share * total[position]) for total in totals)
                 else:
                     send[position] = min(1, int(totals[0][position]))
-                    recv[[position, (position + 1) % len(recv)]] = 0
+                    recv[position] = 0
+                    if family.algo == "RING":
+                        recv[(position + 1) % len(recv)] = 0
                     if here.op is not None:
                         self.replaced[item.track, slot, rank] = here.op
                 self.caps[item.track, slot, int(item.select[row])] = send, recv

@@ -11,7 +11,7 @@ import numpy as np
 
 from diagnosis.contracts.verdict import DOMAIN_OF_CAUSE, Action, Culprit, EvidenceItem, Verdict
 from diagnosis.engine import words
-from diagnosis.engine.blame import Blame, attribute
+from diagnosis.engine.blame import Blame
 from diagnosis.engine.lanes import Lanes
 from diagnosis.engine.network import Guilty, find_guilty, nic_of
 from diagnosis.engine.patterns import Pattern, Patterns
@@ -52,10 +52,9 @@ class _Case:
         self.evidence.append(EvidenceItem(kind=finding.cause, text=finding.text, witness=witness, against=against))
 
 
-def decide(lanes: Lanes, slow: Slowness, limits: Thresholds, unseen: list[str]) -> Verdict:
+def decide(lanes: Lanes, slow: Slowness, blame: Blame, limits: Thresholds, unseen: list[str]) -> Verdict:
     """The verdict on a job that is slower than it was."""
     case = _Case(lanes, slow, limits, unseen)
-    blame = attribute(lanes, slow, limits)
     own = _own_time(case, blame)
     network = _network(case, blame)
     if not network:

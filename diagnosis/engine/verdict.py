@@ -5,34 +5,55 @@ The order of questions: does anything stand still (hang)? Is the job slower than
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from diagnosis.contracts.incident import Incident
 from diagnosis.contracts.verdict import Verdict
 from diagnosis.engine import hang_verdict, slow_verdict
+from diagnosis.engine.blame import Blame, attribute
 from diagnosis.engine.lanes import Lanes, lay_out
-from diagnosis.engine.slowness import measure
+from diagnosis.engine.slowness import Slowness, measure
 from diagnosis.engine.thresholds import Thresholds
-from diagnosis.engine.waits import find_stall
+from diagnosis.engine.waits import Stall, find_stall
 
 UNSEEN_MAX = 32
 DEFAULT = Thresholds()
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Analysis:
+    """A verdict with what led to it: the layout, and the stall, or the measured slow-down and who is blamed for it."""
+
+    verdict: Verdict
+    lanes: Lanes
+    stall: Stall | None = None
+    slow: Slowness | None = None
+    blame: Blame | None = None
+
+
 def judge(incident: Incident, limits: Thresholds = DEFAULT) -> Verdict:
     """The verdict on an incident. `anomaly` "none" where there is nothing to say."""
+    return analyse(incident, limits).verdict
+
+
+def analyse(incident: Incident, limits: Thresholds = DEFAULT) -> Analysis:
+    """The verdict on an incident and what led to it."""
     lanes = lay_out(incident)
     unseen = unseen_of(lanes)
     stall = find_stall(lanes, limits)
     if stall is not None:
-        return hang_verdict.decide(lanes, stall, limits, unseen)
+        return Analysis(hang_verdict.decide(lanes, stall, limits, unseen), lanes, stall=stall)
     slow = measure(lanes)
     if np.isfinite(slow.ratio) and slow.ratio >= 1 + limits.slow_job_min:
-        return slow_verdict.decide(lanes, slow, limits, unseen)
+        blame = attribute(lanes, slow, limits)
+        return Analysis(slow_verdict.decide(lanes, slow, blame, limits, unseen), lanes, slow=slow, blame=blame)
     summary = "Nothing stands still and the job is as fast as it was."
     if not np.isfinite(slow.ratio):
         summary = "Nothing stands still; there is no earlier sample to compare the job's speed with."
-    return Verdict(job_id=incident.job.job_id, anomaly="none", summary=summary, unseen=unseen)
+    nothing = Verdict(job_id=incident.job.job_id, anomaly="none", summary=summary, unseen=unseen)
+    return Analysis(nothing, lanes, slow=slow)
 
 
 def unseen_of(lanes: Lanes) -> list[str]:
