@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -138,6 +139,13 @@ def test_parquet_that_is_none_or_of_other_types_is_unseen() -> None:
         assert not evidence.readable and "the parquet cannot be read" in evidence.unseen[0]
     with pytest.raises(AgentFault):
         read_columns(_parquet({"step": ["a"]}), ("step",), ())
+
+
+def test_without_pyarrow_the_file_is_unseen_and_the_rest_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    evidence = gather([("x.parquet", [_parquet(table())]), ("job.json", [b'{"world_size": 2}'])])
+    assert evidence.verdicts == () and evidence.incident is not None
+    assert "install tocsin with the extra parquet" in evidence.unseen[0]
 
 
 def test_the_sample_tables_give_the_published_slow_downs() -> None:
