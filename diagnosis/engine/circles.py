@@ -17,7 +17,7 @@ import networkx as nx
 import numpy as np
 
 from diagnosis.contracts.incident import Kind
-from diagnosis.engine.lanes import Bools, Lanes, Now
+from diagnosis.engine.lanes import Bools, Lanes
 
 EDGES_MAX = 500_000
 NAMED_MAX = 64
@@ -32,9 +32,12 @@ class Circle:
     odd: list[int]
 
 
-def find_circle(lanes: Lanes, now: Now, behind: Bools) -> Circle:
-    """The greatest circle of a stall. `behind` (M,): lanes that others wait for; empty where there is none."""
-    pending = now.pending & (lanes.incident.communicators.kind[lanes.comm] != Kind.P2P)
+def find_circle(lanes: Lanes, standing: Bools, behind: Bools) -> Circle:
+    """The greatest circle of a stall; empty where there is none.
+
+    `standing` (M,): lanes in whose round their rank may stand; `behind` (M,): lanes that others wait for.
+    """
+    pending = standing & (lanes.incident.communicators.kind[lanes.comm] != Kind.P2P)
     inside, missed = np.flatnonzero(pending), np.flatnonzero(behind)
     if not len(inside) or not len(missed) or len(inside) + len(missed) > EDGES_MAX:
         return Circle([], [])

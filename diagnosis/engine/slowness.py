@@ -106,6 +106,8 @@ def measure(lanes: Lanes) -> Slowness:
 
 def _noise(excess: Floats, own: Floats, base: Means, now: Means, busiest: Longs) -> Floats:
     """One sigma of each rank's excess (W,): a common relative noise of one round, over the rounds of that rank."""
+    if (busiest < 0).all():
+        return np.full(len(busiest), np.nan)
     lane = np.maximum(busiest, 0)
     with np.errstate(invalid="ignore", divide="ignore"):
         rounds = 1 / np.maximum(now.rounds[lane], 1) + 1 / np.maximum(base.rounds[lane], 1)

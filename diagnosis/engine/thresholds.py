@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,3 +41,9 @@ class Thresholds:
     transfer_share_min: float = 0.2
     transfer_growth_min: float = 0.15
     named_share_max: float = 0.34
+
+    @classmethod
+    def told(cls, values: Mapping[str, float]) -> Thresholds:
+        """Those of an incident (`Incident.thresholds`); a name that is not known here is passed over."""
+        defaults = asdict(cls())
+        return cls(**{name: type(default)(values.get(name, default)) for name, default in defaults.items()})

@@ -16,7 +16,9 @@ round himself.
   evidence of nothing while somebody else stands outside: NVRx names a rank for its missing dump alone).
 
 The host may run ahead of the GPU: then several rounds are enqueued on a rank and nobody knows which one it stands
-in. A root has nothing enqueued at all, so this rule does not need to know.
+in. A root has nothing enqueued at all, so its rule does not need to know. For the others: a round that is enqueued has
+certainly not begun where the rank is seen running another one, or where no step was made on a transport that counts
+them; the rank is then as absent from it as one that has not called it.
 """
 
 from __future__ import annotations
@@ -172,7 +174,8 @@ def _find_roots(lanes: Lanes, stall: Stall) -> None:
     still = stalled & inside & ~someone_behind & ~is_p2p
     stall.innermost = [int(comm) for comm in np.flatnonzero(still)][:NAMED_MAX]
     if not stall.roots and not stall.innermost and not stall.silent:
-        found = find_circle(lanes, stall.now, behind)
+        standing = now.pending & ~_queued(lanes, now)
+        found = find_circle(lanes, standing, behind)
         stall.circle, stall.divergent = found.ranks, found.odd
         stall.receivers = _receivers(lanes, stall)
 
@@ -200,7 +203,7 @@ def _older_than_its_node(lanes: Lanes) -> Bools:
     times = np.nan_to_num(frames.t_ms[last], nan=-np.inf)
     np.maximum.at(newest_of_node, node[placed], times[placed])
     window = np.nan_to_num(frames.window_ms[last], nan=1000.0)
-    result[rank[placed]] = times[placed] < (newest_of_node[node] - 1.5 * window)[placed]
+    result[rank[placed]] = times[placed] < newest_of_node[node[placed]] - 1.5 * window[placed]
     return result
 
 
@@ -213,8 +216,8 @@ def _blame(lanes: Lanes, stall: Stall) -> tuple[Longs, Bools]:
     stalled[stall.comms] = True
     waits = pending & stalled[lanes.comm] & ~p2p
     wanted = lanes.over_members(np.where(waits, now.done + 1, -1.0), np.maximum)
-    outside = now.heard & ~pending & ~p2p & stalled[lanes.comm]
-    behind = outside & (now.seq < wanted[lanes.comm])
+    here = now.heard & ~p2p & stalled[lanes.comm]
+    behind = here & ((~pending & (now.seq < wanted[lanes.comm])) | _queued(lanes, now))
     waiters = np.nan_to_num(
         lanes.over_members((waits & (now.done + 1 >= wanted[lanes.comm])).astype(np.float64), np.add)
     )
@@ -224,6 +227,14 @@ def _blame(lanes: Lanes, stall: Stall) -> tuple[Longs, Bools]:
     peer = _peer_of(lanes, receivers)
     np.add.at(blamed, peer[peer >= 0], 1)
     return blamed, behind
+
+
+def _queued(lanes: Lanes, now: Now) -> Bools:
+    """Rounds that are enqueued and have not begun (M,): the rank is seen running another, or no step was made."""
+    running = now.pending & (now.state == State.RUNNING)
+    elsewhere = lanes.over_lanes_of_rank(running.astype(np.float64), np.maximum, 0.0) > 0
+    untouched = (now.send == 0) & (now.recv == 0)
+    return np.asarray(now.pending & (now.state == State.ENQUEUED) & (elsewhere[lanes.rank] | untouched), np.bool_)
 
 
 def _peer_of(lanes: Lanes, receivers: Longs) -> Longs:
