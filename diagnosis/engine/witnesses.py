@@ -29,6 +29,8 @@ SLOWDOWN_REASONS: Final[dict[int, str]] = {
     0x40: "hardware thermal slowdown",
     0x80: "hardware power brake",
 }
+GPU_IDLE: Final = 0x1
+"""The reason that says that nothing runs on the GPU (nvml.h, `nvmlClocksEventReasonGpuIdle`)."""
 TIMES_THE_FLEET: Final = 10.0
 FINDINGS_MAX: Final = 4096
 
@@ -137,7 +139,10 @@ def _of_gpus(nvml: HealthTable, names: tuple[str, ...], clock_part_max: float) -
     sm, sm_max = table.column("sm_clock_mhz"), table.column("sm_clock_max_mhz")
     clock, memory = table.part("sm_clock_mhz", "sm_clock_max_mhz"), table.part("mem_clock_mhz", "mem_clock_max_mhz")
     reasons = table.column("clocks_event_reasons")
-    abnormal = (np.nan_to_num(reasons).astype(np.int64) & sum(SLOWDOWN_REASONS)) != 0
+    mask = np.nan_to_num(reasons).astype(np.int64)
+    abnormal = (mask & sum(SLOWDOWN_REASONS)) != 0
+    # Many GPUs clock their memory down while nothing runs on them: a rank that starves its GPU breaks no memory.
+    awake = ~np.isnan(reasons) & ((mask & GPU_IDLE) == 0)
     usual = float(np.nanmedian(clock)) if not np.isnan(clock).all() else 1.0
     with np.errstate(invalid="ignore", divide="ignore"):
         low = clock <= clock_part_max * min(1.0, max(usual, 0.1))
@@ -152,7 +157,7 @@ def _of_gpus(nvml: HealthTable, names: tuple[str, ...], clock_part_max: float) -
     mem = table.column("mem_clock_mhz")
     with np.errstate(invalid="ignore"):
         found += table.findings(
-            memory <= clock_part_max, "hbm_degraded", lambda r: f"memory runs at {mem[r]:.0f} MHz", memory_by
+            awake & (memory <= clock_part_max), "hbm_degraded", lambda r: f"memory runs at {mem[r]:.0f} MHz", memory_by
         )
         remap = (table.column("row_remap_pending") > 0) | (table.column("row_remap_failure") > 0)
         found += table.findings(remap, "hbm_degraded", lambda r: "a memory row waits to be remapped or could not be")

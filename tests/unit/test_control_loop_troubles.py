@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from diagnosis.contracts.control import Evidence
-from diagnosis.contracts.report import Report
+from diagnosis.contracts.report import Acknowledgement, GpuFacts, HardwareFacts, Report
 from diagnosis.contracts.verdict import Verdict
 from diagnosis.engine.history import JobHistory
 from diagnosis.engine.live import diagnose
@@ -16,6 +17,32 @@ from tests.simjob import SimJob
 from tests.unit.test_control_loop import CULPRIT, GUILTY, JOB, World, until_closed, world
 
 __all__ = ["world"]
+
+
+IDLE = {"sm_clock_mhz": 345, "mem_clock_mhz": 405, "clocks_event_reasons": 0x1}
+UNTOLD = {"mem_clock_mhz": 405, "clocks_event_reasons": None}
+
+
+@pytest.mark.parametrize("words", [IDLE, UNTOLD], ids=["idle", "reasons not told"])
+@pytest.mark.parametrize("nodes", [{GUILTY}, {"gpu001", "gpu002", "gpu003", "gpu004"}], ids=["the culprit's", "all"])
+async def test_a_gpu_without_work_that_clocks_down_is_no_broken_hardware(
+    world: World, monkeypatch: pytest.MonkeyPatch, words: dict[str, int | None], nodes: set[str]
+) -> None:
+    """A rank that sleeps instead of feeding its GPU must not get its node drained."""
+    well = {"sm_clock_mhz": 1980, "mem_clock_mhz": 2619, "clocks_event_reasons": 0}
+    accept = world.registry.accept
+
+    def with_idle_gpus(report: Report, **times: Any) -> Acknowledgement:
+        values = well | (words if report.node in nodes else {})
+        gpus = [GpuFacts(index, sm_clock_max_mhz=1980, mem_clock_max_mhz=2619, **values) for index in range(2)]
+        return accept(msgspec.structs.replace(report, hardware=HardwareFacts("ok", gpus=gpus)), **times)
+
+    monkeypatch.setattr(world.registry, "accept", with_idle_gpus)
+    for _ in range(30):
+        await world.second(slow=2.0)
+    (incident,) = await world.incidents()
+    assert incident.verdict.culprits[0].rank == CULPRIT and incident.verdict.action.kind != "drain"
+    assert not any(view.held for view in world.slurm.nodes.values())
 
 
 async def test_a_node_answers_once(world: World) -> None:
