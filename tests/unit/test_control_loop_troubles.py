@@ -19,17 +19,17 @@ from tests.unit.test_control_loop import CULPRIT, GUILTY, JOB, World, until_clos
 __all__ = ["world"]
 
 
-IDLE = {"sm_clock_mhz": 345, "mem_clock_mhz": 405, "clocks_event_reasons": 0x1}
-UNTOLD = {"mem_clock_mhz": 405, "clocks_event_reasons": None}
+IDLE: dict[str, Any] = {"sm_clock_mhz": 345, "mem_clock_mhz": 405, "clocks_event_reasons": 0x1}
+UNTOLD: dict[str, Any] = {"mem_clock_mhz": 405, "clocks_event_reasons": None}
 
 
 @pytest.mark.parametrize("words", [IDLE, UNTOLD], ids=["idle", "reasons not told"])
 @pytest.mark.parametrize("nodes", [{GUILTY}, {"gpu001", "gpu002", "gpu003", "gpu004"}], ids=["the culprit's", "all"])
 async def test_a_gpu_without_work_that_clocks_down_is_no_broken_hardware(
-    world: World, monkeypatch: pytest.MonkeyPatch, words: dict[str, int | None], nodes: set[str]
+    world: World, monkeypatch: pytest.MonkeyPatch, words: dict[str, Any], nodes: set[str]
 ) -> None:
     """A rank that sleeps instead of feeding its GPU must not get its node drained."""
-    well = {"sm_clock_mhz": 1980, "mem_clock_mhz": 2619, "clocks_event_reasons": 0}
+    well: dict[str, Any] = {"sm_clock_mhz": 1980, "mem_clock_mhz": 2619, "clocks_event_reasons": 0}
     accept = world.registry.accept
 
     def with_idle_gpus(report: Report, **times: Any) -> Acknowledgement:
