@@ -53,6 +53,9 @@ def plain(incident: Incident) -> dict[str, Any]:
         "health": {name: _table(getattr(incident, name), nodes) for name in ("nvml", "ib", "host")},
         "kernel": [(line.node, line.line) for line in incident.kernel_log],
         "fabric": incident.fabric and _fabric(incident.fabric, comms),
+        "processes": sorted(incident.process_state.items()),
+        "thresholds": dict(incident.thresholds),
+        "unseen": incident.unseen,
     }
 
 
@@ -127,6 +130,9 @@ def incidents(draw: st.DrawFn) -> Incident:
         host=draw(st.none() | _tables(files.HOST, len(nodes), st.just(""))),
         kernel_log=tuple(KernelLine(nodes[0], line) for line in draw(st.lists(NAMES, max_size=2))),
         fabric=draw(st.none() | _fabrics(world, len(comms.ids))),
+        process_state=draw(st.dictionaries(st.integers(0, world - 1), st.sampled_from("RSDTZX"), max_size=3)),
+        thresholds=draw(st.dictionaries(NAMES, st.floats(0, 1e300), max_size=2)),
+        unseen=tuple(draw(st.lists(NAMES, max_size=2))),
     )
 
 

@@ -172,7 +172,9 @@ class Incident:
     """Everything that is known of one incident. None and empty: not gathered.
 
     `process_state`: per rank a letter of the kernel ("T" stopped, "Z" zombie, "X" gone, ...), "" unknown; gathered by a
-    node daemon and therefore a witness of its own. `unseen`: what the reader could not read, for people.
+    node daemon and therefore a witness of its own. `thresholds`: what the site that saw it takes as slow or hung, by
+    names of `diagnosis.engine.thresholds`; what is not told has its default. `unseen`: what could not be seen or read,
+    for people.
     """
 
     job: Job
@@ -185,4 +187,5 @@ class Incident:
     host: HealthTable | None = None
     kernel_log: tuple[KernelLine, ...] = ()
     fabric: Fabric | None = None
+    thresholds: Mapping[str, float] = field(default_factory=dict)
     unseen: tuple[str, ...] = ()

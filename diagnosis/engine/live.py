@@ -11,7 +11,7 @@ stuck.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -49,18 +49,52 @@ _NVML_COLUMNS: Final = (
 _Row = dict[str, float]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Judged:
+    """A verdict and the incident that it was given on; None where nothing looked wrong and nothing was laid out."""
+
+    verdict: Verdict
+    incident: Incident | None
+
+
 def diagnose(history: JobHistory, gpus: GpusOfNode, now: float) -> Verdict:
     """The verdict on one job attempt. `anomaly` "none" where there is nothing to say."""
+    return examine(history, gpus, now).verdict
+
+
+def examine(history: JobHistory, gpus: GpusOfNode, now: float) -> Judged:
+    """The verdict on one job attempt, with what it was given on."""
     notes = _unseen(history, now)
     if _quiet(history, now, 1.0):
-        verdict = _judge_hang(history, gpus, now, 1.0, notes)
-        if verdict.anomaly != "none":
-            return verdict
+        judged = _judge_hang(history, gpus, now, 1.0, notes)
+        if judged.verdict.anomaly != "none":
+            return judged
     recent = slow_windows(history, now)
     if recent:
-        incident = _incident(history, _slow_rows(history, recent), gpus, notes)
-        return judge(incident, replace(history.limits, slow_job_min=0.0))
-    return Verdict(job_id=history.job_id, anomaly="none", unseen=list(notes))
+        limits = replace(history.limits, slow_job_min=0.0)
+        return _judge(_incident(history, _slow_rows(history, recent), gpus, notes, limits))
+    return Judged(Verdict(job_id=history.job_id, anomaly="none", unseen=list(notes)), None)
+
+
+def incident_of(history: JobHistory, gpus: GpusOfNode, now: float) -> Incident:
+    """The job as it is now, with the thresholds that it is watched by: `judge` says of it what `diagnose` says.
+
+    Where something looks wrong that is what `examine` judged; else the baseline and the newest windows, or, of a job
+    that has none yet or stands still, the newest words of every rank.
+    """
+    judged = examine(history, gpus, now)
+    if judged.incident is not None:
+        return judged.incident
+    recent = {
+        comm.comm_id: windows for comm in history.comms.values() if (windows := _recent(comm, now, history.limits))
+    }
+    rows = _slow_rows(history, recent) or _hang_rows(history, now)
+    limits = replace(_hang_limits(history, 1.0), slow_job_min=history.limits.slow_ratio - 1)
+    return _incident(history, rows, gpus, _unseen(history, now), limits)
+
+
+def _judge(incident: Incident) -> Judged:
+    return Judged(judge(incident), incident)
 
 
 def suspects(history: JobHistory, now: float, share: float) -> list[int]:
@@ -70,7 +104,7 @@ def suspects(history: JobHistory, now: float, share: float) -> list[int]:
     """
     if not _quiet(history, now, share):
         return []
-    verdict = _judge_hang(history, {}, now, share, ())
+    verdict = _judge_hang(history, {}, now, share, ()).verdict
     if verdict.anomaly != "hang":
         return []
     named = sorted(culprit.rank for culprit in verdict.culprits if culprit.rank is not None)
@@ -112,10 +146,14 @@ def _is_slow(comm: CommHistory, windows: list[Window], limits: Thresholds) -> bo
     return bool(np.median(periods) > floor_ms and min(periods) > (base_ms + floor_ms) / 2)
 
 
-def _judge_hang(history: JobHistory, gpus: GpusOfNode, now: float, share: float, notes: tuple[str, ...]) -> Verdict:
+def _judge_hang(history: JobHistory, gpus: GpusOfNode, now: float, share: float, notes: tuple[str, ...]) -> Judged:
     """The engine's word on a job that has been quiet for a part of its bound."""
-    incident = _incident(history, _hang_rows(history, now), gpus, notes)
-    return judge(incident, replace(history.limits, hang_floor_s=0.999 * share * bound_s(history), hang_factor=0.0))
+    return _judge(_incident(history, _hang_rows(history, now), gpus, notes, _hang_limits(history, share)))
+
+
+def _hang_limits(history: JobHistory, share: float) -> Thresholds:
+    """The bound as a plain floor: the rounds that it follows from are not among the newest words."""
+    return replace(history.limits, hang_floor_s=0.999 * share * bound_s(history), hang_factor=0.0)
 
 
 def _unseen(history: JobHistory, now: float) -> tuple[str, ...]:
@@ -192,7 +230,9 @@ def _median(windows: Iterable[Window], name: str, members: int) -> Floats:
 # -- columns ---------------------------------------------------------------------------------------------------------
 
 
-def _incident(history: JobHistory, rows: _Rows, gpus: GpusOfNode, notes: tuple[str, ...]) -> Incident:
+def _incident(
+    history: JobHistory, rows: _Rows, gpus: GpusOfNode, notes: tuple[str, ...], limits: Thresholds
+) -> Incident:
     job = _job(history)
     comms = list(history.comms.values())
     members = [[member.rank for _, member in sorted(comm.members.items())] for comm in comms]
@@ -210,6 +250,7 @@ def _incident(history: JobHistory, rows: _Rows, gpus: GpusOfNode, notes: tuple[s
         frames=_frames(history, rows),
         process_state={rank.rank: rank.process_state for rank in history.ranks.values() if rank.process_state},
         nvml=_nvml(gpus, job.node_names),
+        thresholds=asdict(limits),
         unseen=notes,
     )
 

@@ -33,13 +33,15 @@ class Analysis:
     blame: Blame | None = None
 
 
-def judge(incident: Incident, limits: Thresholds = DEFAULT) -> Verdict:
-    """The verdict on an incident. `anomaly` "none" where there is nothing to say."""
+def judge(incident: Incident, limits: Thresholds | None = None) -> Verdict:
+    """The verdict on an incident. `anomaly` "none" where there is nothing to say. Without `limits`: the incident's."""
     return analyse(incident, limits).verdict
 
 
-def analyse(incident: Incident, limits: Thresholds = DEFAULT) -> Analysis:
-    """The verdict on an incident and what led to it."""
+def analyse(incident: Incident, limits: Thresholds | None = None) -> Analysis:
+    """The verdict on an incident and what led to it. Without `limits`: the incident's."""
+    if limits is None:
+        limits = Thresholds.told(incident.thresholds)
     lanes = lay_out(incident)
     unseen = unseen_of(lanes)
     stall = find_stall(lanes, limits)

@@ -21,7 +21,12 @@ class Notes:
         self._kinds: dict[tuple[str, str], list[int]] = {}  # lines that are shown
         self._counts: dict[tuple[str, str], int] = {}
         self._others = 0
+        self._quoted: tuple[str, ...] = ()
         self._skipped: Counter[str] = Counter()
+
+    def quote(self, lines: tuple[str, ...]) -> None:
+        """What an input itself says that it lacks; it comes first and as it is. The caller bounds it."""
+        self._quoted += lines
 
     def skip(self, file: str, text: str, line: int) -> None:
         """A fault for which a whole line is left out."""
@@ -48,8 +53,8 @@ class Notes:
             self._kinds[kind].append(line)
 
     def lines(self) -> tuple[str, ...]:
-        """At most `KINDS_MAX * (SHOWN_OF_A_KIND_MAX + 1) + 1` lines."""
-        out: list[str] = []
+        """At most `KINDS_MAX * (SHOWN_OF_A_KIND_MAX + 1) + 1` lines besides those that are quoted."""
+        out = list(self._quoted)
         for (file, text), count in self._counts.items():
             shown = self._kinds[file, text]
             if not shown:

@@ -197,6 +197,8 @@ class JobFile(msgspec.Struct):
     fidelity: str | None = None
     groups: dict[str, list[list[int]]] | None = None
     nic_of_gpu: dict[str, str] | None = None
+    thresholds: dict[str, float | None] | None = None
+    unseen: list[str | None] | None = None
 
 
 def whole_numbers(value: object) -> list[int] | None:
@@ -225,8 +227,8 @@ def mended_operators(value: object) -> list[OperatorLine | None] | None:
     return [mend(one, OperatorLine) if isinstance(one, dict) else None for one in value]
 
 
-def mended_phases(value: object) -> dict[str, float | None] | None:
-    """The phases of a summary whose line had to be mended."""
+def mended_numbers(value: object) -> dict[str, float | None] | None:
+    """A map of words to numbers, null where it is none."""
     return {name: number(one) for name, one in value.items()} if isinstance(value, dict) else None
 
 

@@ -1,4 +1,4 @@
-"""`health.jsonl` as one table per source: GPUs (NVML), NICs, hosts, and lines of the kernel log."""
+"""`health.jsonl` as one table per source: GPUs (NVML), NICs, hosts; states of processes; lines of the kernel log."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from diagnosis.contracts.incident import HealthTable, KernelLine
+from diagnosis.contracts.incident import WORLD_MAX, HealthTable, KernelLine
 from diagnosis.evidence.bundle import files
 from diagnosis.evidence.limits import Limits, Names
 from diagnosis.evidence.notes import Notes
@@ -46,6 +46,7 @@ class HealthTables:
         self._notes = notes
         self._rows = 0
         self._kernel: list[KernelLine] = []
+        self._processes: dict[int, str] = {}
         self._sources = {
             "nvml": _Source(files.NVML, files.NVML_COUNTERS, "gpu"),
             "ib": _Source(files.IB, files.IB_COUNTERS, "nic"),
@@ -71,6 +72,9 @@ class HealthTables:
 
     def _add(self, file: str, at: int, line: dict[str, object]) -> None:
         node, source = text(line.get("node")), line.get("source")
+        if source == "process":
+            self._add_process(file, at, line)
+            return
         index = self._nodes.index(node)
         if node is None or index < 0:
             self._notes.skip(file, "an observation without a node is skipped", at)
@@ -88,6 +92,14 @@ class HealthTables:
             self._notes.skip(file, "more kernel lines than the reader's limit: skipped", at)
         else:
             self._kernel.append(KernelLine(node, content[: self._limits.kernel_line_chars_max]))
+
+    def _add_process(self, file: str, at: int, line: dict[str, object]) -> None:
+        rank, state = integer(line.get("rank")), line.get("state")
+        if rank is None or not 0 <= rank < WORLD_MAX or not isinstance(state, str) or not _is_letter(state):
+            self._notes.skip(file, "a process without a possible rank or state is skipped", at)
+            return
+        self._rows += 1
+        self._processes[rank] = state
 
     def _add_row(self, file: str, at: int, node: int, source: _Source, line: dict[str, object]) -> None:
         entity: int | str | None = ""
@@ -118,9 +130,20 @@ class HealthTables:
         """By source."""
         return {name: source.build() for name, source in self._sources.items()}
 
+    def process_states(self, world: int) -> dict[int, str]:
+        """Letter by rank."""
+        known = {rank: state for rank, state in sorted(self._processes.items()) if rank < world}
+        beyond = len(self._processes) - len(known)
+        self._notes.add(files.HEALTH, "a process of a rank beyond the world's size is left out", count=beyond)
+        return known
+
     def kernel_log(self) -> tuple[KernelLine, ...]:
         """In the order of the file."""
         return tuple(self._kernel)
+
+
+def _is_letter(state: str) -> bool:
+    return len(state) == 1 and state.isascii() and state.isprintable() and state != " "
 
 
 def _value(name: str, raw: object) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -20,10 +21,14 @@ _DECODER = Decoder(
         "gpus": files.mended_indices,
         "groups": files.mended_groups,
         "nic_of_gpu": files.mended_map,
+        "thresholds": files.mended_numbers,
+        "unseen": files.mended_names,
     },
 )
 _FIDELITIES = ("full", "nccl")
 _GPU_MAX = 1 << 16
+_UNSEEN_MAX, _UNSEEN_CHARS_MAX = 32, 300
+_THRESHOLDS_MAX = 64
 
 
 def read_job(file: str, content: bytes, notes: Notes) -> JobFile | None:
@@ -60,6 +65,19 @@ def build_job(raw: JobFile, world: int, nodes: Names, limits: Limits, notes: Not
         groups=_groups(raw, world, limits, notes),
         nic_of_gpu={int(gpu): nic for gpu, nic in (raw.nic_of_gpu or {}).items() if _is_gpu(gpu)},
     )
+
+
+def told_unseen(raw: JobFile) -> tuple[str, ...]:
+    """What whoever wrote the bundle could not see, in their words."""
+    return tuple(line[:_UNSEEN_CHARS_MAX] for line in (raw.unseen or ())[:_UNSEEN_MAX] if line)
+
+
+def told_thresholds(raw: JobFile, notes: Notes) -> dict[str, float]:
+    """Those that are possible: finite and not below zero."""
+    told = list((raw.thresholds or {}).items())[:_THRESHOLDS_MAX]
+    sound = {name: value for name, value in told if value is not None and 0 <= value < math.inf}
+    notes.add(files.JOB, "an impossible threshold is taken as the default", count=len(told) - len(sound))
+    return sound
 
 
 def _gpu(gpu: int | None) -> int:

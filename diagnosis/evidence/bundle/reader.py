@@ -21,7 +21,7 @@ from diagnosis.evidence.bundle.fabric import build_fabric, read_fabric
 from diagnosis.evidence.bundle.files import FabricFile, JobFile
 from diagnosis.evidence.bundle.frames import FrameTable
 from diagnosis.evidence.bundle.health import HealthTables
-from diagnosis.evidence.bundle.job import build_job, read_job, world_size
+from diagnosis.evidence.bundle.job import build_job, read_job, told_thresholds, told_unseen, world_size
 from diagnosis.evidence.bundle.summaries import SummaryTable
 from diagnosis.evidence.limits import DEFAULT, Allowance, Limits, Names
 from diagnosis.evidence.lines import document, numbered_lines
@@ -75,6 +75,7 @@ class BundleReader:
     def incident(self) -> Incident:
         """Everything that was fed."""
         raw = self._job or JobFile()
+        self.notes.quote(told_unseen(raw))
         rank_max = max(self._communicators.rank_max, self._frames.rank_max, self._summaries.rank_max)
         world = world_size(raw, rank_max, self.notes)
         observed = self._node_names.all()
@@ -94,12 +95,14 @@ class BundleReader:
             job=job,
             communicators=communicators,
             frames=frames,
+            process_state=self._health.process_states(world),
             summaries=summaries,
             nvml=tables["nvml"],
             ib=tables["ib"],
             host=tables["host"],
             kernel_log=self._health.kernel_log(),
             fabric=None if self._fabric is None else build_fabric(self._fabric, world, by_id, self._limits, self.notes),
+            thresholds=told_thresholds(raw, self.notes),
             unseen=self.notes.lines(),
         )
 

@@ -8,7 +8,7 @@ from operator import attrgetter
 import numpy as np
 
 from diagnosis.contracts.incident import WORLD_MAX, Floats, Summaries
-from diagnosis.evidence.bundle.files import STATS, SUMMARIES, SummaryLine, mended_operators, mended_phases
+from diagnosis.evidence.bundle.files import STATS, SUMMARIES, SummaryLine, mended_numbers, mended_operators
 from diagnosis.evidence.limits import Limits, Names
 from diagnosis.evidence.notes import Notes
 from diagnosis.evidence.values import Decoder
@@ -22,7 +22,7 @@ class SummaryTable:
     """Collects lines; `build` makes the arrays. Operators of one name and different kinds are different operators."""
 
     def __init__(self, limits: Limits, notes: Notes) -> None:
-        self._decoder = Decoder(SummaryLine, {"phases": mended_phases, "operators": mended_operators})
+        self._decoder = Decoder(SummaryLine, {"phases": mended_numbers, "operators": mended_operators})
         self._limits = limits
         self._notes = notes
         self._workers: list[tuple[int, float | None, float | None]] = []

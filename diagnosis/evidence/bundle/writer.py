@@ -1,7 +1,7 @@
 """An `Incident` as the files of a bundle: what `tocsin capture` keeps and what another site can read.
 
 What is unknown is written as null, or left out where the whole file is. Reading the files again gives the same
-incident, but for what a bundle has no place for: `process_state`, `unseen` and operations told in another form.
+incident, but for operations that are told in another form.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from diagnosis.contracts.incident import (
     Frames,
     HealthTable,
     Incident,
-    Job,
     Kind,
     State,
     Summaries,
@@ -37,7 +36,7 @@ Item = dict[str, object]
 def write_bundle(incident: Incident) -> dict[str, bytes]:
     """File name to content. A job without frames, summaries or fabric has no such file."""
     out = {
-        files.JOB: msgspec.json.format(msgspec.json.encode(_job(incident.job)), indent=1) + b"\n",
+        files.JOB: msgspec.json.format(msgspec.json.encode(_job(incident)), indent=1) + b"\n",
         files.COMMUNICATORS: _lines(_communicators(incident.communicators)),
         files.FRAMES: _lines(_frames(incident.frames, incident.communicators.ids)),
         files.HEALTH: _lines(_health(incident)),
@@ -54,7 +53,8 @@ def _lines(items: Iterable[Item]) -> bytes:
     return b"".join(msgspec.json.encode(item) + b"\n" for item in items)
 
 
-def _job(job: Job) -> Item:
+def _job(incident: Incident) -> Item:
+    job = incident.job
     return {
         "schema": files.SCHEMA,
         "job_id": job.job_id,
@@ -64,6 +64,8 @@ def _job(job: Job) -> Item:
         "fidelity": job.fidelity,
         "groups": {kind: [list(group) for group in groups] for kind, groups in job.groups.items()},
         "nic_of_gpu": {str(gpu): nic for gpu, nic in job.nic_of_gpu.items()},
+        "thresholds": dict(incident.thresholds),
+        "unseen": list(incident.unseen),
     }
 
 
@@ -128,6 +130,9 @@ def _health(incident: Incident) -> Iterator[Item]:
     ):
         if table is not None:
             yield from _observations(source, table, entity, names)
+    for rank, state in incident.process_state.items():
+        node = incident.job.node[rank]
+        yield {"node": names[node] if node >= 0 else None, "source": "process", "rank": rank, "state": state}
     for line in incident.kernel_log:
         yield {"node": line.node, "source": "kmsg", "line": line.line}
 
