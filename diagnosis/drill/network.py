@@ -25,10 +25,11 @@ RTT_US: Final = 9.0
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fabric:
-    """`leaf` (W,): leaf switch of each rank's node. `hash_word`: per family a fixed random number per hop (G, m);
-    ECMP sends hops below the polarised share to one spine."""
+    """`leaf` (W,): leaf switch of each rank's node; `rail` (W,): number of its NIC on that leaf. `hash_word`: a fixed
+    random number per hop of each family, (G, m); ECMP sends hops below the polarised share to one spine."""
 
     leaf: Ranks
+    rail: Ranks
     trunk_gbps: float
     hash_word: dict[str, Floats]
 
@@ -64,7 +65,8 @@ def build_fabric(rng: np.random.Generator, layout: Layout) -> Fabric:
     per_leaf = 4 if len(layout.node_names) >= 16 else 2
     trunk = layout.nic_gbps * layout.gpus_per_node * per_leaf / SPINES
     words = {name: rng.random(family.edges.shape[:2]) for name, family in layout.families.items()}
-    return Fabric(leaf=layout.node // per_leaf, trunk_gbps=trunk, hash_word=words)
+    rail = layout.node % per_leaf * layout.gpus_per_node + layout.gpu
+    return Fabric(leaf=layout.node // per_leaf, rail=rail, trunk_gbps=trunk, hash_word=words)
 
 
 def link_name(fabric: Fabric, index: int) -> str:
@@ -89,21 +91,22 @@ def hops(layout: Layout, fabric: Fabric, network: Network, family: Family) -> Ho
     inside = NVLINK_GB_S * np.minimum(network.nvlink[source], network.nvlink[target])
     outside = layout.nic_gbps / 8 * np.minimum(network.nic[source], network.nic[target])
     crossing = net & (fabric.leaf[source] != fabric.leaf[target])
-    spine = (layout.gpu[source] + fabric.leaf[source] + fabric.leaf[target]) % SPINES
+    spine = (fabric.rail[source] + fabric.leaf[source] + fabric.leaf[target]) % SPINES
     to, share = network.polarised
     spine = np.where(fabric.hash_word[family.name] < share, to, spine)
     half = fabric.leaves * SPINES
     up = np.where(crossing, fabric.leaf[source] * SPINES + spine, -1)
     down = np.where(crossing, half + fabric.leaf[target] * SPINES + spine, -1)
     if crossing.any():
-        weight = 1.0 / (family.groups.shape[1] - 1) if family.name == "ep" else 1.0
         load = np.zeros(2 * half)
-        for link in (up, down):
-            np.add.at(load, link[crossing], weight)
+        for link, end in ((up, source), (down, target)):
+            # A NIC with several flows sends or receives them in turn: together they load a link as one does.
+            flows = np.bincount(end[net], minlength=layout.world)
+            np.add.at(load, link[crossing], 1.0 / flows[end[crossing]])
         room = np.full(2 * half, fabric.trunk_gbps / 8)
         for name, factor in network.links.items():
             room[link_index(fabric, name)] *= factor
-        each = room / np.maximum(load, 1e-9)
+        each = room / np.maximum(load, 1.0)
         limited = np.minimum(each[up], each[down])
         outside = np.where(crossing, np.minimum(outside, limited), outside)
     return Hops(np.where(net, outside, inside), net, up, down)

@@ -15,6 +15,7 @@ from diagnosis.drill.timeline import Timeline
 from diagnosis.drill.weather import RESOURCES, Weather, active, speed_factors
 
 PROFILED_STEPS: Final = 2
+RECENT_STEPS: Final = 6
 # Kernels of a pass: share of its healthy time and the resource that it hangs on.
 KERNELS: Final[dict[str, tuple[float, str]]] = {
     "gemm_bf16_tn_128x128": (0.62, "sm"),
@@ -29,8 +30,7 @@ Sample = tuple[str, str, Floats]
 
 def summaries(layout: Layout, timeline: Timeline, weather: Weather, words: dict[str, str]) -> list[dict[str, Any]]:
     """One record per rank over the last whole steps. `words`: names that this job's framework gives to things."""
-    last = len(timeline.starts) - 1
-    steps = [step for step in range(last) if np.isfinite(timeline.starts[step + 1]).all()][-PROFILED_STEPS:]
+    steps = _profiled(timeline)
     if not steps:
         return []
     samples = _own(layout, timeline, weather, steps, words) + _rounds(timeline, steps)
@@ -63,6 +63,20 @@ def summaries(layout: Layout, timeline: Timeline, weather: Weather, words: dict[
             }
         )
     return out
+
+
+def _profiled(timeline: Timeline) -> list[int]:
+    """The steps that the profiler saw: it was armed because steps were slow, and caught the slowest of the last."""
+    begin = np.array([start.max() for start in timeline.starts])
+    whole = np.flatnonzero(np.isfinite(begin[1:]))[-RECENT_STEPS:]
+    first = int(whole[0]) if len(whole) else 0
+    spans = (
+        begin[first + PROFILED_STEPS : first + len(whole) + 1] - begin[first : first + len(whole) + 1 - PROFILED_STEPS]
+    )
+    if len(spans) == 0:
+        return []
+    chosen = first + int(spans.argmax())
+    return list(range(chosen, chosen + PROFILED_STEPS))
 
 
 def _waited(samples: list[Sample], world: int) -> Floats:
