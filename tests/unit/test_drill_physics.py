@@ -25,12 +25,12 @@ def _last(drill: Drill) -> dict[int, dict[str, Any]]:
 
 def _own_ms(drill: Drill, frame: dict[str, Any]) -> float:
     """Per round of its busiest communicator: windows hold more or fewer steps."""
-    rounds = max(entry["rounds"] for entry in frame["comms"])
+    rounds = int(max(entry["rounds"] for entry in frame["comms"]))
     return float(sum(entry["gap_ms"] for entry in frame["comms"])) / rounds
 
 
 def _waited_ms(drill: Drill, frame: dict[str, Any]) -> float:
-    rounds = max(entry["rounds"] for entry in frame["comms"])
+    rounds = int(max(entry["rounds"] for entry in frame["comms"]))
     return float(sum(entry["dur_ms"] for entry in frame["comms"])) / rounds
 
 
