@@ -84,6 +84,8 @@ def decide(lanes: Lanes, stall: Stall, limits: Thresholds, unseen: list[str]) ->
         return _divergent(case)
     if stall.roots:
         return _not_entered(case)
+    if stall.left:
+        return _left_inside(case)
     if stall.undecided or (stall.circle and not stall.receivers):
         return _undecided(case)
     if stall.silent:
@@ -143,6 +145,19 @@ def _root(case: _Case, rank: int) -> Culprit:
     if state in GONE or (killed and state not in HALTED):
         return case.culprit(rank, "process_exit", 0.97 if state in GONE else 0.85)
     return case.culprit(rank, "process_stuck", 0.97 if state in HALTED else 0.85)
+
+
+def _left_inside(case: _Case) -> Verdict:
+    culprits = []
+    for rank in case.stall.left:
+        text = f"rank {rank} is alone inside a round that all other members have left"
+        case.evidence.append(EvidenceItem(kind="wait_for", text=text))
+        found = _broken(case, [rank])
+        if found is not None:
+            _cite(case, [found[1]])
+        cause = found[1].cause if found is not None else "unknown"
+        culprits.append(case.culprit(rank, cause, 0.93 if found is not None else 0.7))
+    return case.verdict("H3", culprits, _action_inside(culprits))
 
 
 def _cite(case: _Case, findings: list[Finding]) -> None:

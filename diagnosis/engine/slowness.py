@@ -72,9 +72,7 @@ def measure(lanes: Lanes) -> Slowness:
     done = _rounds_done(lanes)
     weight = _weights(lanes, done, busiest)
     unit_now, unit_base = _units(lanes, now, base, weight, busiest)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        ratios = unit_now / unit_base
-    ratio = float(np.nanmedian(ratios)) if not np.isnan(ratios).all() else np.nan
+    ratio = _ratio(unit_now, unit_base)
     lost = np.maximum(unit_now - unit_now / ratio, 0.0)
     role = roles_of(lanes)
     own_now, own_base = _own(lanes, now, weight), _own(lanes, base, weight)
@@ -82,6 +80,9 @@ def measure(lanes: Lanes) -> Slowness:
     raw = own_now - own_base if compared else own_now
     common = _common(raw, role)
     excess = raw - np.where(compared, np.maximum(common, 0.0), common)
+    if not base_frames.any() and np.isfinite(excess).any():  # one sample: what the slowest rank costs the others
+        lost = np.full(lanes.world, max(0.0, float(np.nanmax(excess))))
+        ratio = _ratio(unit_now, np.maximum(unit_now - lost, 0.0))
     transfer, transfer_base = _transfers(lanes, now), _transfers(lanes, base)
     grown = _grown(lanes, transfer, transfer_base, collective)
     return Slowness(
@@ -104,12 +105,18 @@ def measure(lanes: Lanes) -> Slowness:
     )
 
 
+def _ratio(now: Floats, base: Floats) -> float:
+    """By how much all ranks together became slower; NaN where nothing is to be compared."""
+    told = np.isfinite(now) & np.isfinite(base) & (base > 0) & (now > 0)
+    return float(np.median(now[told] / base[told])) if told.any() else np.nan
+
+
 def _noise(excess: Floats, own: Floats, base: Means, now: Means, busiest: Longs) -> Floats:
     """One sigma of each rank's excess (W,): a common relative noise of one round, over the rounds of that rank."""
     if (busiest < 0).all():
         return np.full(len(busiest), np.nan)
     lane = np.maximum(busiest, 0)
-    with np.errstate(invalid="ignore", divide="ignore"):
+    with np.errstate(all="ignore"):
         rounds = 1 / np.maximum(now.rounds[lane], 1) + 1 / np.maximum(base.rounds[lane], 1)
         scale = own * np.sqrt(rounds)
         told = excess / scale
@@ -131,12 +138,14 @@ def _spans(lanes: Lanes) -> tuple[Bools, Bools]:
     length = lanes.nth + lanes.nth_last + 1
     samples = int(np.bincount(length[lanes.nth_last == 0]).argmax()) if len(length) else 0
     whole = length == samples
-    if samples < 2 or not whole.any():
-        return lanes.nth == 0, lanes.nth_last == 0
+    if samples < 2:
+        return np.zeros(len(length), np.bool_), lanes.nth_last == 0
     ordered = rate[whole].reshape(-1, samples)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        course = np.nanmedian(ordered / ordered[:, :1], axis=0)
-    course = np.nan_to_num(course, nan=1.0)
+    with np.errstate(all="ignore"):
+        relative = ordered / ordered[:, :1]
+    course = np.ones(samples)
+    told = ~np.isnan(relative).all(axis=0)
+    course[told] = np.nanmedian(relative[:, told], axis=0)
     lead = 1
     while lead < samples - 1 and abs(course[lead] - 1) <= ALIKE:
         lead += 1
@@ -160,7 +169,7 @@ def _rates(lanes: Lanes) -> Floats:
     spent = np.bincount(frames.frame, np.nan_to_num(frames.gap_ms) + np.nan_to_num(frames.dur_ms), count)
     window = np.where(np.isnan(frames.window_ms), 1000.0, frames.window_ms)
     every = whole[lanes.nth == 0].all() if count else False  # one measure for the whole course
-    with np.errstate(invalid="ignore", divide="ignore"):
+    with np.errstate(all="ignore"):
         return np.asarray(busy / np.where(every & (spent > 0), spent, window), np.float64)
 
 
@@ -203,7 +212,7 @@ def _unit(lanes: Lanes, of: Means, busiest: Longs) -> Floats:
     unit = np.full(lanes.world, np.nan)
     told = np.flatnonzero(busiest >= 0)
     lane = busiest[told]
-    with np.errstate(invalid="ignore", divide="ignore"):
+    with np.errstate(all="ignore"):
         unit[told] = np.where(of.rounds[lane] > 0, of.span_ms[lane] / of.rounds[lane], np.nan)
     return unit
 
@@ -227,7 +236,7 @@ def _weights(lanes: Lanes, done: Floats, busiest: Longs) -> Floats:
     unit = np.full(lanes.world, np.nan)
     told = busiest >= 0
     unit[told] = done[busiest[told]]
-    with np.errstate(invalid="ignore", divide="ignore"):
+    with np.errstate(all="ignore"):
         return np.asarray(np.nan_to_num(done / unit[lanes.rank], posinf=0.0), np.float64)
 
 
@@ -237,7 +246,7 @@ def _units_per_step(lanes: Lanes, done: Floats, busiest: Longs) -> Floats:
     unit = np.full(lanes.world, np.nan)
     told = busiest >= 0
     unit[told] = done[busiest[told]]
-    with np.errstate(invalid="ignore", divide="ignore"):
+    with np.errstate(all="ignore"):
         return np.where(np.isfinite(rarest), unit / rarest, 1.0)
 
 
@@ -285,7 +294,7 @@ def _grown(lanes: Lanes, now: Floats, base: Floats, collective: Bools) -> Floats
 
 def _parts(lanes: Lanes, grown: Floats, weight: Floats, lost: Floats) -> Floats:
     """The part of its members' loss that each communicator's transfer explains (C,)."""
-    with np.errstate(invalid="ignore", divide="ignore"):
+    with np.errstate(all="ignore"):
         part = weight * grown[lanes.comm] / lost[lanes.rank]
     part = np.where(np.isfinite(part), part, -np.inf)
     most = lanes.over_members(part, np.maximum)

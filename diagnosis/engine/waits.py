@@ -42,7 +42,7 @@ NAMED_MAX = 64
 class Stall:
     """What stands still. Ranks as sorted lists.
 
-    `innermost`: communicators that all heard members have entered alike; `undecided`: communicators whose members
+    `left`: ranks alone inside a round that all others have left; `innermost`: communicators that all heard members have entered alike; `undecided`: communicators whose members
     run different operations without a majority; `circle`: ranks that wait for each other; `receivers`: (receiver,
     sender) of open point-to-point transfers where nothing else explains the stall; `silent`: ranks without words that
     the stall would need.
@@ -62,6 +62,7 @@ class Stall:
     circle: list[int] = field(default_factory=list)
     innermost: list[int] = field(default_factory=list)
     receivers: list[tuple[int, int]] = field(default_factory=list)
+    left: list[int] = field(default_factory=list)
     silent: list[int] = field(default_factory=list)
 
 
@@ -69,7 +70,7 @@ def longest_round_ms(lanes: Lanes) -> float:
     """The longest round that ended in any sample but a rank's newest, own time included; 0 where none is told."""
     frames = lanes.incident.frames
     earlier = lanes.nth_last[frames.frame] > 0
-    with np.errstate(invalid="ignore", divide="ignore"):
+    with np.errstate(all="ignore"):
         spent = np.fmax(frames.dur_max_ms, 0.0) + np.nan_to_num(frames.gap_ms / frames.rounds)
     spent = spent[earlier & ~np.isnan(spent) & np.isfinite(spent)]
     return float(spent.max(initial=0.0))
@@ -155,6 +156,7 @@ def _find_roots(lanes: Lanes, stall: Stall) -> None:
     now, pending = stall.now, stall.now.pending
     blamed, behind = _blame(lanes, stall)
     outside = np.flatnonzero((blamed > 0) & ~stall.waiting & ~stall.unheard)
+    stall.left = _left_inside(lanes, stall)
     halted = [rank for rank, state in lanes.incident.process_state.items() if state in HALTED]
     halted = [rank for rank in halted if rank < lanes.world and (blamed[rank] > 0 or stall.waiting[rank])]
     stall.roots = sorted({int(rank) for rank in outside} | set(halted))[:NAMED_MAX]
@@ -169,7 +171,7 @@ def _find_roots(lanes: Lanes, stall: Stall) -> None:
     unheard = stall.unheard[lanes.rank]
     waits_for_silent = np.nan_to_num(lanes.over_members(unheard.astype(np.float64), np.add)) > 0
     is_p2p = lanes.incident.communicators.kind == Kind.P2P
-    if not stall.roots:
+    if not stall.roots and not stall.left:
         _find_silent(lanes, stall, stalled & inside & ~someone_behind & waits_for_silent, unheard)
     still = stalled & inside & ~someone_behind & ~is_p2p
     stall.innermost = [int(comm) for comm in np.flatnonzero(still)][:NAMED_MAX]
@@ -180,10 +182,26 @@ def _find_roots(lanes: Lanes, stall: Stall) -> None:
         stall.receivers = _receivers(lanes, stall)
 
 
+def _left_inside(lanes: Lanes, stall: Stall) -> list[int]:
+    """Ranks alone inside a round that every other member has left: whatever is wrong is wrong with them."""
+    now = stall.now
+    collective = lanes.incident.communicators.kind[lanes.comm] != Kind.P2P
+    told = now.heard & collective & ~np.isnan(now.done)
+    least = lanes.over_members(np.where(told, now.done, np.inf), np.minimum)
+    last = told & now.pending & (now.state == State.RUNNING) & (now.done == least[lanes.comm])
+    alone = np.nan_to_num(lanes.over_members((told & (now.done == least[lanes.comm])).astype(np.float64), np.add)) == 1
+    whole = np.nan_to_num(lanes.over_members(told.astype(np.float64), np.add)) == lanes.sizes
+    stalled = np.zeros(lanes.comms, np.bool_)
+    stalled[stall.comms] = True
+    chosen = last & (alone & whole & stalled & (lanes.sizes > 1))[lanes.comm]
+    return sorted({int(rank) for rank in lanes.rank[chosen]})[:NAMED_MAX]
+
+
 def _unheard(lanes: Lanes, now: Now, long: Bools) -> Bools:
     """Ranks whose newest words are no words about now (W,): none at all, older than their node's, or full of rounds
     while somebody has long waited for them to enter one."""
-    spoke = lanes.over_lanes_of_rank(now.heard.astype(np.float64), np.maximum, 0.0) > 0
+    told = now.heard & (now.state != State.UNKNOWN)
+    spoke = lanes.over_lanes_of_rank(told.astype(np.float64), np.maximum, 0.0) > 0
     moving = lanes.over_lanes_of_rank(np.where(now.heard, np.nan_to_num(now.rounds), 0.0), np.maximum, 0.0) > 0
     wanted = lanes.over_members(np.where(long, now.done + 1, -1.0), np.maximum)
     missed = now.heard & (now.seq < wanted[lanes.comm])
