@@ -18,6 +18,7 @@ from typing import Final, Protocol, cast
 import structlog
 
 from controller.acting import Actor
+from controller.captures import Captures
 from controller.control.pause import Pause
 from controller.control.status import LoopStatus
 from controller.gathering import Channels, Gathering
@@ -27,7 +28,7 @@ from controller.store.base import Incident, OutcomeWord, Store
 from diagnosis.contracts.control import Evidence
 from diagnosis.contracts.errors import OperatorFault, SlurmFault
 from diagnosis.contracts.verdict import Verdict
-from diagnosis.engine.live import diagnose, suspects
+from diagnosis.engine.live import Judged, examine, suspects
 from remediation.backends.base import SlurmBackend
 from remediation.policy.case import Case, Finished
 from remediation.policy.decide import Decision, decide
@@ -80,6 +81,7 @@ class ControlLoop:
         self._snapshot_period_s = settings.slurm.snapshot_period_s
         self._clock = clock
         self._gathering = Gathering(store, channels, new_id)
+        self._captures = Captures(store)
         self._actor = Actor(store, registry, backend, pause, policy_source, self._look, clock)
         self._world: World | None = None
         self._open: dict[Attempt, Incident] = {}
@@ -88,6 +90,7 @@ class ControlLoop:
         self._given_up: dict[Attempt, str] = {}
         self._bugs: list[str] = []
         self.verdicts: dict[Attempt, Verdict] = {}
+        self._judged: dict[Attempt, Judged] = {}
         self._read = False
         self._status = LoopStatus(mode=policy_source().mode)
         self._fault_logged_at = 0.0
@@ -185,11 +188,12 @@ class ControlLoop:
 
     def _judge(self, world: World, now: float) -> None:
         """A verdict on each attempt that runs."""
-        self.verdicts, gpus = {}, self._registry.gpus(now)
+        self.verdicts, self._judged, gpus = {}, {}, self._registry.gpus(now)
         for attempt, history in self._registry.histories.items():
             if current(world.jobs.get(attempt[0]), attempt):
                 with self._guarded(f"job {attempt[0]}"):
-                    self.verdicts[attempt] = diagnose(history, gpus, now)
+                    judged = self._judged[attempt] = examine(history, gpus, now)
+                    self.verdicts[attempt] = judged.verdict
 
     async def _look(self) -> World:
         world = self._world = await self._backend.snapshot()
@@ -269,6 +273,7 @@ class ControlLoop:
         _log.info("incident", incident=number, job=job.job_id, summary=verdict.summary, decision=decision.why)
         await self._take(incident, verdict, decision)
         await self._notifier.tell(incident, "opened", now)
+        await self._keep_inputs(attempt, incident)
         return incident
 
     async def _decide_again(
@@ -285,6 +290,13 @@ class ControlLoop:
             await self._notifier.tell(
                 incident, "acting" if decision.verb == "act" else verdict.action.kind, self._clock()
             )
+            await self._keep_inputs(attempt, incident)
+
+    async def _keep_inputs(self, attempt: Attempt, incident: Incident) -> None:
+        """After everything else, so that nothing waits for it."""
+        judged = self._judged[attempt]
+        if judged.incident is not None:
+            await self._captures.keep(incident.id, judged.incident, judged.verdict, self._clock())
 
     async def _take(self, incident: Incident, verdict: Verdict, decision: Decision) -> None:
         incident.verdict, incident.decision = verdict, decision.why

@@ -31,6 +31,7 @@ from diagnosis.contracts.report import Refusal
 INCIDENTS_MAX: Final = 1000
 _BODY_BYTES_MAX: Final = 16 << 10
 _BODY_DEADLINE_S: Final = 5.0
+_JOB_ID_DIGITS_MAX: Final = 18
 _NAME_DEADLINE_S: Final = 1.0
 _log = structlog.get_logger("control")
 
@@ -56,6 +57,8 @@ class ControlApp:
             Route("/status", self._status),
             Route("/incidents", self._incidents),
             Route("/incidents/{incident_id:str}", self._incident),
+            Route("/incidents/{incident_id:str}/bundle", self._bundle),
+            Route("/jobs/{job_id:str}/bundle", self._job_bundle),
             Route("/pause", self._do_pause, methods=["POST"]),
             Route("/resume", self._do_resume, methods=["POST"]),
         ]
@@ -78,6 +81,16 @@ class ControlApp:
         if detail is None:
             raise HTTPException(404, "no such incident")
         return _json(detail)
+
+    async def _bundle(self, request: Request) -> Response:
+        incident = request.path_params["incident_id"]
+        return _archive(await self._view.inputs(incident), "no inputs are kept of such an incident")
+
+    async def _job_bundle(self, request: Request) -> Response:
+        job_id = request.path_params["job_id"]
+        if not (job_id.isascii() and job_id.isdecimal() and len(job_id) <= _JOB_ID_DIGITS_MAX):
+            raise HTTPException(400, "a job's id is a number")
+        return _archive(await self._view.job_inputs(int(job_id)), f"job {job_id} is not watched now")
 
     async def _do_pause(self, request: Request) -> Response:
         who = await self._admin(request)
@@ -115,6 +128,12 @@ async def user_name(uid: int) -> str:
     except (KeyError, TimeoutError):
         return f"uid {uid}"
     return found.pw_name
+
+
+def _archive(content: bytes | None, absent: str) -> Response:
+    if content is None:
+        raise HTTPException(404, absent)
+    return Response(content, media_type="application/zstd")
 
 
 def _json(value: Any, status: int = 200) -> Response:

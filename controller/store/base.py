@@ -1,8 +1,8 @@
 """What the controller remembers, and the one way to it: `Store`. Times are seconds since the epoch.
 
 Incidents hold what was concluded and decided; the ledger holds acts, each written before it is done and concluded
-after it; evidence is what nodes sent for an incident; the outbox holds messages until they are delivered; node marks
-make sure that no request of a node is taken twice.
+after it; evidence is what nodes sent for an incident, inputs are what its verdict was given on; the outbox holds
+messages until they are delivered; node marks make sure that no request of a node is taken twice.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ LINES_MAX: Final = 500
 TEXT_CHARS_MAX: Final = 2000
 EVIDENCE_ROWS_MAX: Final = 256
 EVIDENCE_TOTAL_BYTES_MAX: Final = 16 * EVIDENCE_BYTES_MAX
+INPUTS_BYTES_MAX: Final = 8 << 20
 OUTBOX_WAITING_MAX: Final = 10_000
 REPLAY_WINDOW: Final = 32
 
@@ -132,6 +133,13 @@ class Store(Protocol):
     async def evidence(self, incident: str) -> list[EvidenceRow]:
         """In the order of arrival."""
 
+    async def keep_inputs(self, incident: str, payload: bytes, at: float) -> None:
+        """Keep a bundle (`controller.captures`) instead of the one before. Raises AgentFault (reason `limits` or
+        `incident`) when it is larger than `INPUTS_BYTES_MAX` or no such incident is known."""
+
+    async def inputs(self, incident: str) -> bytes | None:
+        """The bundle that was kept of an incident. None: there is none."""
+
     async def enqueue(self, key: str, incident: str, body: bytes, at: float, *, target: str = "") -> bool:
         """Put a message into the outbox. False: a message with this key has been there before, or the box is full."""
 
@@ -154,6 +162,9 @@ class Store(Protocol):
         """Remember the mark. Many calls at once share one write."""
 
     async def prune(self, *, evidence_before: float, incidents_before: float) -> int:
-        """Forget evidence and ended messages, then whole incidents, closed before these times. Returns rows deleted."""
+        """Forget evidence, inputs and ended messages, then whole incidents, closed before these times.
+
+        Returns rows deleted.
+        """
 
     async def close(self) -> None: ...

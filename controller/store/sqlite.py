@@ -21,6 +21,7 @@ import msgspec
 from controller.store.base import (
     EVIDENCE_ROWS_MAX,
     EVIDENCE_TOTAL_BYTES_MAX,
+    INPUTS_BYTES_MAX,
     LINES_MAX,
     OUTBOX_WAITING_MAX,
     TEXT_CHARS_MAX,
@@ -231,6 +232,19 @@ class SqliteStore:
         )
         return [EvidenceRow(node=node, kind=kind, at=at, payload=payload) for node, kind, at, payload in rows]
 
+    async def keep_inputs(self, incident: str, payload: bytes, at: float) -> None:
+        if len(payload) > INPUTS_BYTES_MAX:
+            raise AgentFault(f"{len(payload)} bytes, at most {INPUTS_BYTES_MAX} are kept", reason="limits")
+        statement = "INSERT OR REPLACE INTO inputs (incident, at, payload) VALUES (?, ?, ?)"
+        try:
+            await self._execute(statement, (incident, at, payload))
+        except sqlite3.IntegrityError as error:
+            raise AgentFault(f"no incident {incident} is known", reason="incident") from error
+
+    async def inputs(self, incident: str) -> bytes | None:
+        rows = await self._read("SELECT payload FROM inputs WHERE incident = ?", (incident,))
+        return rows[0][0] if rows else None
+
     # outbox
 
     async def enqueue(self, key: str, incident: str, body: bytes, at: float, *, target: str = "") -> bool:
@@ -311,10 +325,9 @@ class SqliteStore:
     async def prune(self, *, evidence_before: float, incidents_before: float) -> int:
         def work(connection: sqlite3.Connection) -> int:
             before = connection.total_changes
-            connection.execute(
-                "DELETE FROM evidence WHERE incident IN (SELECT id FROM incident WHERE closed_at < ?)",
-                (evidence_before,),
-            )
+            old = "WHERE incident IN (SELECT id FROM incident WHERE closed_at < ?)"
+            connection.execute(f"DELETE FROM evidence {old}", (evidence_before,))  # noqa: S608
+            connection.execute(f"DELETE FROM inputs {old}", (evidence_before,))  # noqa: S608
             connection.execute("DELETE FROM outbox WHERE ended_at < ?", (evidence_before,))
             connection.execute("DELETE FROM incident WHERE closed_at < ?", (incidents_before,))
             return connection.total_changes - before

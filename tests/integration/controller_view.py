@@ -21,6 +21,7 @@ from controller.servers import unix_server
 from controller.settings import Control
 from controller.store.sqlite import SqliteStore
 from diagnosis.contracts.control import Evidence, ProcessEvidence
+from diagnosis.contracts.incident import Incident
 from tests.eventually import eventually
 from tests.unit.test_store import make_incident
 
@@ -60,6 +61,7 @@ class FakeRegistry:
                 last_report_age_s=0.4,
             )
         ]
+        self.watched: dict[int, Incident] = {}
         self.nodes = [
             NodeStatus(
                 node="gpu002",
@@ -77,6 +79,9 @@ class FakeRegistry:
 
     def node_status(self, now: float) -> list[NodeStatus]:
         return self.nodes
+
+    def incident_of(self, job_id: int, now: float) -> Incident | None:
+        return self.watched.get(job_id)
 
 
 class Reading:

@@ -9,9 +9,8 @@ import pytest
 
 from diagnosis.contracts.control import Evidence
 from diagnosis.contracts.report import Acknowledgement, GpuFacts, HardwareFacts, Report
-from diagnosis.contracts.verdict import Verdict
 from diagnosis.engine.history import JobHistory
-from diagnosis.engine.live import diagnose
+from diagnosis.engine.live import Judged, examine
 from remediation.policy.rules import Policy
 from tests.simjob import SimJob
 from tests.unit.test_control_loop import CULPRIT, GUILTY, JOB, World, until_closed, world
@@ -103,10 +102,10 @@ async def test_a_restart_does_not_heal_a_job(world: World, fault: str) -> None:
 async def test_a_job_that_breaks_the_engine_breaks_it_for_itself_alone(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(history: JobHistory, *others: Any) -> Verdict:
+    def broken(history: JobHistory, *others: Any) -> Judged:
         if history.job_id == 41:
             raise ZeroDivisionError
-        return diagnose(history, *others)
+        return examine(history, *others)
 
     world.slurm.submit("gpu007", "gpu008", job_id=41)
     other = SimJob(ranks=4, job_id=41)
@@ -116,7 +115,7 @@ async def test_a_job_that_breaks_the_engine_breaks_it_for_itself_alone(
     world.registry.accept(Report("gpu007", "b", 1, 1, 0, 0, 0, [other.sample("gpu007")]), received_at=0, age_ms=0)
     assert list(world.registry.histories) == [(JOB, 0), (41, 0)]
     world.registry.histories = dict(reversed(world.registry.histories.items()))
-    monkeypatch.setattr("controller.loop.diagnose", broken)
+    monkeypatch.setattr("controller.loop.examine", broken)
     world.sim.hang(absent=[CULPRIT])
     for _ in range(10):
         world.sim.now_ms += 1000

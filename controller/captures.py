@@ -1,0 +1,94 @@
+"""What a verdict was given on, kept as a bundle in one archive (`docs/bundle.md`), so that it can be judged again.
+
+An archive is bounded, packed and unpacked, and always within what the reader unpacks. An incident that is larger is cut
+down to the suspects and their communicators, then to the suspects alone, and the bundle says so under `unseen`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import tarfile
+from collections.abc import Callable, Collection
+from typing import Final
+
+import numpy as np
+import structlog
+import zstandard
+
+from controller.store.base import INPUTS_BYTES_MAX, Store
+from diagnosis.contracts.errors import AgentFault, OperatorFault
+from diagnosis.contracts.incident import Incident
+from diagnosis.contracts.verdict import Verdict
+from diagnosis.evidence.bundle.narrow import alone, with_neighbours
+from diagnosis.evidence.bundle.writer import write_bundle
+
+ROWS_MAX: Final = 100_000
+"""Words of ranks about communicators (16,384 ranks with three each, twice). More are not even written: packing takes no
+longer than two seconds or so."""
+UNPACKED_BYTES_MAX: Final = 60 << 20
+"""Below what the reader unpacks whatever the ratio."""
+SUSPECTS_MAX: Final = 64
+SUSPECTS_OF_NOBODY: Final = 8
+_log = structlog.get_logger("captures")
+
+
+class Captures:
+    """Keeps the inputs of incidents in the store."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    async def keep(self, number: str, inputs: Incident, verdict: Verdict, at: float) -> None:
+        """Keep what the newest verdict on an incident was given on, instead of what was kept before.
+
+        Where it cannot be kept that is logged: nothing that is done for a job depends on it.
+        """
+        try:
+            payload = await asyncio.to_thread(pack, f"incident-{number}", inputs, suspects_of(verdict, inputs))
+            await self._store.keep_inputs(number, payload, at)
+        except (AgentFault, OperatorFault) as fault:
+            _log.warning("inputs not kept", incident=number, error=str(fault))
+
+
+def suspects_of(verdict: Verdict, inputs: Incident) -> list[int]:
+    """The ranks that a verdict is about: its culprits, those on its culprits' nodes, else the first ones. Sorted."""
+    node_of = dict(enumerate(inputs.job.node_names))
+    blamed = {culprit.node for culprit in verdict.culprits if culprit.rank is None and culprit.node is not None}
+    on_nodes = np.flatnonzero(np.isin(inputs.job.node, [at for at, name in node_of.items() if name in blamed]))
+    named = {culprit.rank for culprit in verdict.culprits if culprit.rank is not None} | set(on_nodes.tolist())
+    return sorted(named)[:SUSPECTS_MAX] or list(range(min(SUSPECTS_OF_NOBODY, inputs.job.world_size)))
+
+
+def pack(folder: str, inputs: Incident, suspects: Collection[int]) -> bytes:
+    """The bundle as `.tar.zst` with its files in `folder`, of at most `INPUTS_BYTES_MAX` bytes.
+
+    Raises: AgentFault (reason `limits`: the job tells more than can be kept even of its suspects).
+    """
+    ways: tuple[Callable[[], Incident], ...] = (
+        lambda: inputs,
+        lambda: with_neighbours(inputs, suspects),
+        lambda: alone(inputs, suspects),
+    )
+    for way in ways:
+        part = way()
+        if len(part.frames.frame) > ROWS_MAX:
+            continue
+        files = write_bundle(part)
+        if sum(map(len, files.values())) > UNPACKED_BYTES_MAX:
+            continue
+        packed = zstandard.ZstdCompressor().compress(_tar(folder, files))
+        if len(packed) <= INPUTS_BYTES_MAX:
+            return packed
+    raise AgentFault(f"more than {INPUTS_BYTES_MAX} bytes even of the suspects alone", reason="limits")
+
+
+def _tar(folder: str, files: dict[str, bytes]) -> bytes:
+    """The same files give the same bytes."""
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w", format=tarfile.PAX_FORMAT) as archive:
+        for name, content in files.items():
+            member = tarfile.TarInfo(f"{folder}/{name}")
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+    return out.getvalue()
