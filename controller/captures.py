@@ -16,10 +16,13 @@ import numpy as np
 import structlog
 import zstandard
 
+from controller.registry import Registry
 from controller.store.base import INPUTS_BYTES_MAX, Store
 from diagnosis.contracts.errors import AgentFault, OperatorFault
 from diagnosis.contracts.incident import Incident
 from diagnosis.contracts.verdict import Verdict
+from diagnosis.engine.live import incident_of
+from diagnosis.engine.verdict import judge
 from diagnosis.evidence.bundle.narrow import alone, with_neighbours
 from diagnosis.evidence.bundle.writer import write_bundle
 
@@ -34,10 +37,11 @@ _log = structlog.get_logger("captures")
 
 
 class Captures:
-    """Keeps the inputs of incidents in the store."""
+    """Keeps the inputs of incidents in the store, and gives bundles out."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
+        self._packing = asyncio.Lock()
 
     async def keep(self, number: str, inputs: Incident, verdict: Verdict, at: float) -> None:
         """Keep what the newest verdict on an incident was given on, instead of what was kept before.
@@ -49,6 +53,23 @@ class Captures:
             await self._store.keep_inputs(number, payload, at)
         except (AgentFault, OperatorFault) as fault:
             _log.warning("inputs not kept", incident=number, error=str(fault))
+
+    async def kept(self, number: str) -> bytes | None:
+        """The bundle of an incident. None: there is none."""
+        return await self._store.inputs(number)
+
+    async def of_job(self, registry: Registry, job_id: int, now: float) -> bytes | None:
+        """A watched job as it is now, its newest attempt. None: it is not watched. One is made at a time.
+
+        Raises: AgentFault (reason `limits`: the job tells more than a bundle may hold).
+        """
+        async with self._packing:
+            restart = max((restart for known, restart in registry.histories if known == job_id), default=None)
+            if restart is None:
+                return None
+            inputs = incident_of(registry.histories[job_id, restart], registry.gpus(now), now)
+            suspects = suspects_of(judge(inputs), inputs)
+            return await asyncio.to_thread(pack, f"job-{job_id}", inputs, suspects)
 
 
 def suspects_of(verdict: Verdict, inputs: Incident) -> list[int]:

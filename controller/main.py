@@ -22,6 +22,7 @@ import uvloop
 from apscheduler.schedulers.asyncio import AsyncIOScheduler
 
 from controller import logs, systemd
+from controller.captures import Captures
 from controller.clock import SteadyClock
 from controller.control.app import ControlApp
 from controller.control.pause import Pause
@@ -124,7 +125,9 @@ class Controller:
             listening=lambda: len(self._channels.nodes()),
             clock=self._clock,
         )
-        self._control = ControlApp(self._view, self._pause, settings.control, clock=self._clock)
+        self._control = ControlApp(
+            self._view, self._pause, Captures(self._store), self._registry, settings.control, clock=self._clock
+        )
         self._page = Page(self._view, settings.server.page_hosts)
         agents_socket = bind_tcp(settings.server.listen, "server.listen")
         page_socket = bind_tcp(settings.server.page, "server.page")

@@ -16,11 +16,9 @@ import structlog
 
 from diagnosis.contracts import report as wire
 from diagnosis.contracts.columns import unpack
-from diagnosis.contracts.incident import Incident
 from diagnosis.contracts.report import Acknowledgement, GpuFacts, HardwareFacts, JobSample, Report
 from diagnosis.contracts.verdict import Verdict
 from diagnosis.engine.history import JobHistory
-from diagnosis.engine.live import incident_of
 from diagnosis.engine.thresholds import Thresholds
 from remediation.policy.world import JobView, World
 
@@ -173,11 +171,6 @@ class Registry:
             and node.hardware.state == "ok"
             and now - node.measured_at + node.hardware.age_ms / 1000 <= self.limits.stale_after_s
         }
-
-    def incident_of(self, job_id: int, now: float) -> Incident | None:
-        """A job as it is now, its newest attempt. None: it is not watched."""
-        restart = max((restart for known, restart in self.histories if known == job_id), default=None)
-        return None if restart is None else incident_of(self.histories[job_id, restart], self.gpus(now), now)
 
     def stepping(self, job_id: int, restart: int) -> bool:
         """True once all ranks of the attempt have been heard and each has ended a few rounds."""

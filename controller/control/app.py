@@ -20,9 +20,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from controller.captures import Captures
 from controller.control.pause import Pause
 from controller.control.status import View
 from controller.ingest.body import Disconnected, read_body
+from controller.registry import Registry
 from controller.servers import Peer
 from controller.settings import Control
 from diagnosis.contracts.errors import AgentFault, OperatorFault
@@ -45,10 +47,20 @@ class PauseRequest(msgspec.Struct, frozen=True, kw_only=True):
 class ControlApp:
     """The routes. `settings` may be replaced while running."""
 
-    def __init__(self, view: View, pause: Pause, settings: Control, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        view: View,
+        pause: Pause,
+        captures: Captures,
+        registry: Registry,
+        settings: Control,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
         self.settings = settings
         self._view = view
         self._pause = pause
+        self._captures = captures
+        self._registry = registry
         self._clock = clock
 
     def asgi(self) -> Starlette:
@@ -84,13 +96,14 @@ class ControlApp:
 
     async def _bundle(self, request: Request) -> Response:
         incident = request.path_params["incident_id"]
-        return _archive(await self._view.inputs(incident), "no inputs are kept of such an incident")
+        return _archive(await self._captures.kept(incident), "no inputs are kept of such an incident")
 
     async def _job_bundle(self, request: Request) -> Response:
         job_id = request.path_params["job_id"]
         if not (job_id.isascii() and job_id.isdecimal() and len(job_id) <= _JOB_ID_DIGITS_MAX):
             raise HTTPException(400, "a job's id is a number")
-        return _archive(await self._view.job_inputs(int(job_id)), f"job {job_id} is not watched now")
+        made = await self._captures.of_job(self._registry, int(job_id), self._clock())
+        return _archive(made, f"job {job_id} is not watched now")
 
     async def _do_pause(self, request: Request) -> Response:
         who = await self._admin(request)

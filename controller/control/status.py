@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -11,13 +10,10 @@ from typing import Final, Protocol
 
 import msgspec
 
-from controller.captures import pack, suspects_of
 from controller.control.pause import Pause, PauseState
 from controller.registry import JobStatus, NodeStatus
 from controller.store.base import Incident, OutboxCounts, Store
-from diagnosis.contracts import incident as columns
 from diagnosis.contracts.control import Evidence
-from diagnosis.contracts.verdict import Verdict
 from remediation.policy.case import ActRecord
 
 _EVIDENCE: Final = msgspec.json.Decoder(Evidence)
@@ -91,8 +87,6 @@ class RegistrySide(Protocol):
 
     def node_status(self, now: float) -> list[NodeStatus]: ...
 
-    def incident_of(self, job_id: int, now: float) -> columns.Incident | None: ...
-
 
 def version() -> str:
     """Of the installed distribution; "uninstalled" when run from a bare source tree."""
@@ -125,7 +119,6 @@ class View:
         self._clock = clock
         self._started_at = clock()
         self._version = version()
-        self._packing = asyncio.Lock()
         self.config_fault: str | None = None
 
     async def status(self) -> Status:
@@ -160,22 +153,6 @@ class View:
             for row in await self._store.evidence(incident_id)
         ]
         return IncidentDetail(incident=incident, acts=await self._store.acts(incident_id), evidence=evidence)
-
-    async def inputs(self, incident_id: str) -> bytes | None:
-        """The bundle that was kept of an incident. None: there is none."""
-        return await self._store.inputs(incident_id)
-
-    async def job_inputs(self, job_id: int) -> bytes | None:
-        """A watched job as it is now, as a bundle. None: it is not watched. One is made at a time.
-
-        Raises: AgentFault (reason `limits`: the job tells more than a bundle may hold).
-        """
-        async with self._packing:
-            now = self._registry.incident_of(job_id, self._clock())
-            if now is None:
-                return None
-            suspects = suspects_of(Verdict(job_id=job_id, anomaly="none"), now)
-            return await asyncio.to_thread(pack, f"job-{job_id}", now, suspects)
 
 
 def _read(payload: bytes) -> Evidence | None:

@@ -12,16 +12,17 @@ from typing import Any
 
 import msgspec
 
+from controller.captures import Captures
 from controller.cli.client import ask
 from controller.control.app import ControlApp
 from controller.control.pause import Pause
 from controller.control.status import LoopStatus, View
-from controller.registry import JobStatus, NodeStatus
+from controller.registry import JobStatus, NodeStatus, Registry
 from controller.servers import unix_server
 from controller.settings import Control
 from controller.store.sqlite import SqliteStore
 from diagnosis.contracts.control import Evidence, ProcessEvidence
-from diagnosis.contracts.incident import Incident
+from diagnosis.engine.thresholds import Thresholds
 from tests.eventually import eventually
 from tests.unit.test_store import make_incident
 
@@ -61,7 +62,6 @@ class FakeRegistry:
                 last_report_age_s=0.4,
             )
         ]
-        self.watched: dict[int, Incident] = {}
         self.nodes = [
             NodeStatus(
                 node="gpu002",
@@ -79,9 +79,6 @@ class FakeRegistry:
 
     def node_status(self, now: float) -> list[NodeStatus]:
         return self.nodes
-
-    def incident_of(self, job_id: int, now: float) -> Incident | None:
-        return self.watched.get(job_id)
 
 
 class Reading:
@@ -132,12 +129,18 @@ class Reading:
 class ControlSite:
     """A served control socket in a directory that everybody may enter."""
 
+    now = NOW
+
     async def start(self) -> ControlSite:
         self.directory = Path(tempfile.mkdtemp(prefix="tocsin-control-"))
         self.directory.chmod(0o755)
         self.reading = await Reading.open(self.directory)
         self.socket = self.directory / "controller.sock"
-        self.app = ControlApp(self.reading.view, self.reading.pause, Control())
+        self.watching = Registry(Thresholds())
+        captures = Captures(self.reading.store)
+        self.app = ControlApp(
+            self.reading.view, self.reading.pause, captures, self.watching, Control(), clock=lambda: self.now
+        )
         self.server = unix_server(self.app.asgi(), self.socket)
         self._serving = asyncio.create_task(self.server.serve())
         await eventually(lambda: self.server.started)
