@@ -34,12 +34,14 @@ PART_CLEAR = 0.02
 @dataclass(frozen=True, slots=True)
 class Cut:
     """Where one communicator stands still. `ranks`: suspects, most guilty first; `edge`: (from, to) where the
-    connection rather than a rank is suspected; `counts`: words for people. No suspects: the counts do not tell."""
+    connection rather than a rank is suspected; `counts`: words for people; `sure`: the counts on both sides agree. No
+    suspects: the counts do not tell."""
 
     comm: int
     ranks: tuple[int, ...]
     edge: tuple[int, int] | None
     counts: str
+    sure: bool = False
 
 
 def find_cut(lanes: Lanes, now: Now, comm: int, steps_per_round: Floats) -> Cut:
@@ -61,7 +63,8 @@ def _in_ring(comm: int, ranks: Ints, send: Floats, recv: Floats, usual: Floats) 
     in_flight = before - recv
     owed = np.fmin(recv + 1, usual) - send
     piled = np.nan_to_num(in_flight) >= PILE_UP_MIN
-    ends = np.flatnonzero(piled & ~np.roll(piled, -1))
+    after = np.roll(in_flight, -1)  # unknown where the next member is silent: then it may be that one
+    ends = np.flatnonzero(piled & (after < PILE_UP_MIN))
     if not len(ends):
         owing = np.flatnonzero(np.nan_to_num(owed) >= 1)
         if len(owing) == 1:
@@ -75,7 +78,7 @@ def _in_ring(comm: int, ranks: Ints, send: Floats, recv: Floats, usual: Floats) 
     if np.isnan(owed[worst]):
         return Cut(comm, (rank, previous), (previous, rank), pile)
     if owed[worst] >= 1:
-        return Cut(comm, (rank,), None, f"{pile} and sent on {send[worst]:.0f}: it stopped between two steps")
+        return Cut(comm, (rank,), None, f"{pile} and sent on {send[worst]:.0f}: it stopped between two steps", True)
     return Cut(comm, (), (previous, rank), f"{pile} and sent on all of them: the data between them is lost")
 
 
@@ -117,7 +120,8 @@ def _lowest(tied: Longs, usual: Floats) -> Longs:
     neighbours = (place > 0).astype(np.float64) + (2 * place + 1 < count) + (2 * place + 2 < count)
     with np.errstate(invalid="ignore", divide="ignore"):
         unit = usual / neighbours
-    if not np.isfinite(unit).all() or unit.max() > (1 + PART_CLEAR) * unit.min():
+    told = unit[np.isfinite(unit)]  # a silent member has no usual steps
+    if len(told) < max(2, count // 2) or told.max() > (1 + PART_CLEAR) * told.min():
         return tied
     parents = {(int(position) - 1) // 2 for position in tied if position > 0}
     return np.array([position for position in tied if int(position) not in parents], np.int64)

@@ -16,6 +16,8 @@ from diagnosis.engine.witnesses import Finding, Witnesses, gather
 
 HARDWARE = ("gpu_fault", "nvlink_fault", "nic_fault")
 LINK_UNSURE = 0.55
+COUNTED = 0.7
+EVIDENCE_MAX = 12
 
 
 class _Case:
@@ -88,9 +90,10 @@ def decide(lanes: Lanes, stall: Stall, limits: Thresholds, unseen: list[str]) ->
         return _left_inside(case)
     if stall.undecided or (stall.circle and not stall.receivers):
         return _undecided(case)
-    if stall.silent:
+    inside = _find_inside(case)
+    if stall.silent and not any(culprit.confidence >= COUNTED for culprit in inside):
         return _silent(case)
-    return _stands_inside(case)
+    return _stands_inside(case, inside)
 
 
 def _divergent(case: _Case) -> Verdict:
@@ -182,19 +185,23 @@ def _silent(case: _Case) -> Verdict:
     return case.verdict("H1", [], Action(kind="collect", collect=f"a report from {words.ranks(silent)}"))
 
 
-def _stands_inside(case: _Case) -> Verdict:
-    cuts = [find_cut(case.lanes, case.stall.now, comm, _usual_steps(case.lanes)) for comm in case.stall.innermost]
-    for cut in cuts[:8]:
-        size = int(case.lanes.sizes[cut.comm])
+def _find_inside(case: _Case) -> list[Culprit]:
+    """Who holds up the rounds that all have entered: dead links, then the cut of each round, then open transfers."""
+    culprits = _dead_links(case)
+    if culprits:
+        return culprits
+    for comm in case.stall.innermost:
+        cut = find_cut(case.lanes, case.stall.now, comm, _usual_steps(case.lanes))
+        size = int(case.lanes.sizes[comm])
         text = f"all {size} members are inside the round of communicator {_name(case, cut)}: {cut.counts}"
-        case.evidence.append(EvidenceItem(kind="steps", text=text))
-    culprits: list[Culprit] = _dead_links(case)
-    for cut in [] if culprits else cuts:
-        culprits += [
-            c for c in _from_cut(case, cut) if all(c.rank != known.rank or c.rank is None for known in culprits)
-        ]
-    if not culprits:
-        culprits = _from_transfers(case)
+        if len(case.evidence) < EVIDENCE_MAX:
+            case.evidence.append(EvidenceItem(kind="steps", text=text))
+        known = {culprit.rank for culprit in culprits}
+        culprits += [c for c in _from_cut(case, cut) if c.rank is None or c.rank not in known]
+    return culprits or _from_transfers(case)
+
+
+def _stands_inside(case: _Case, culprits: list[Culprit]) -> Verdict:
     if not culprits:
         want = "transfer steps, socket queues and NIC counters of all members: all have entered the round"
         return case.verdict(None, [], Action(kind="collect", collect=want))
@@ -213,9 +220,12 @@ def _action_inside(culprits: list[Culprit]) -> Action:
     flag = "nic" if any(c.nic for c in culprits) else "fabric" if any(c.link or c.switch for c in culprits) else None
     if convicted:
         return Action(kind="drain", nodes=convicted, requeue=True, exclude=nodes, flag=flag)
-    if nodes:
-        return Action(kind="requeue", requeue=True, exclude=nodes, flag=flag)
-    return Action(kind="notify", flag=flag)
+    if all(culprit.cause == "unknown" for culprit in culprits):
+        want = (
+            f"GPU state, kernel log and stacks of {words.ranks(sorted(c.rank for c in culprits if c.rank is not None))}"
+        )
+        return Action(kind="collect", collect=want, exclude=nodes, flag=flag)
+    return Action(kind="requeue" if nodes else "notify", requeue=bool(nodes), exclude=nodes, flag=flag)
 
 
 def _name(case: _Case, cut: Cut) -> str:
@@ -251,7 +261,7 @@ def _from_cut(case: _Case, cut: Cut) -> list[Culprit]:
         node, cause = case.where(rank)[0], finding.cause
         return [Culprit(kind="node", node=node, cause=cause, domain=DOMAIN_OF_CAUSE[cause], confidence=0.8)]
     if cut.ranks:
-        return [case.culprit(cut.ranks[0], "unknown", 0.6)]
+        return [case.culprit(cut.ranks[0], "unknown", COUNTED if cut.sure else 0.6)]
     return [_link(case, cut.edge)] if cut.edge else []
 
 

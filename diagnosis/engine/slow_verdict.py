@@ -23,6 +23,7 @@ GPU_CAUSES = ("gpu_clock_throttle", "hbm_degraded", "gpu_fault", "pcie_degraded"
 HOST_CAUSES = ("storage_stall", "host_contention")
 FROM_HOST = ("dataloader_starvation", "storage_stall", "host_contention", "")
 NODE_PART_MIN = 0.75
+NEARLY_ALL = 0.8
 
 
 class _Case:
@@ -57,8 +58,14 @@ def decide(lanes: Lanes, slow: Slowness, blame: Blame, limits: Thresholds, unsee
     case = _Case(lanes, slow, limits, unseen)
     own = _own_time(case, blame)
     network = _network(case, blame)
-    if not network:
-        _charge_stragglers(case, blame)
+    if own and not network:
+        # A rank that is slow outside its rounds is slow inside them as well and keeps others there, and noise is larger
+        # in a slower job: where no witness speaks of the network, there is no second fault.
+        blame.comms = []
+    if network and max(float(slow.transfer_part[comm]) for comm in blame.comms) >= NEARLY_ALL:
+        # The network explains the loss: a rank that explains little of it, and for no reason, is noise.
+        own = [c for c in own if c.cause != "unknown"]
+        blame.ranks = blame.ranks if own else []
     class_ = _class_of(blame)
     culprits = own + network
     if class_ is None:
@@ -75,15 +82,6 @@ def decide(lanes: Lanes, slow: Slowness, blame: Blame, limits: Thresholds, unsee
         evidence=case.evidence,
         unseen=unseen,
     )
-
-
-def _charge_stragglers(case: _Case, blame: Blame) -> None:
-    """A rank that is slow outside its rounds is slow inside them as well, and keeps all their members there.
-
-    So where no witness speaks of the network, a communicator that contains a named rank is not a second fault.
-    """
-    lanes, named = case.lanes, np.array(blame.ranks, np.int64)
-    blame.comms = [comm for comm in blame.comms if not np.isin(lanes.rank[lanes.of_comm(comm)], named).any()]
 
 
 def _class_of(blame: Blame) -> str | None:
@@ -354,6 +352,4 @@ def _action(case: _Case, culprits: list[Culprit], blame: Blame) -> Action:
         want = f"flows, round trips and NIC counters of the members of {ids[blame.comms[0]]}"
         return Action(kind="collect", flag="fabric", collect=want)
     who = words.ranks(blame.ranks) if blame.ranks else "the suspects"
-    return Action(
-        kind="collect" if not blame.ranks else "notify", flag=flag, collect=f"a profile and counters of {who}"
-    )
+    return Action(kind="collect", flag=flag, collect=f"a profile and counters of {who}: no second witness says why")

@@ -150,7 +150,7 @@ def _spans(lanes: Lanes) -> tuple[Bools, Bools]:
     while lead < samples - 1 and abs(course[lead] - 1) <= ALIKE:
         lead += 1
     trail = 1
-    while trail < samples - lead and abs(course[-1 - trail] / max(course[-1], 1e-9) - 1) <= ALIKE:
+    while trail < samples - lead and abs(course[-1 - trail] / max(float(course[-1]), 1e-9) - 1) <= ALIKE:
         trail += 1
     if abs(course[-1] - 1) <= ALIKE and lead == samples - 1:  # nothing much changed: compare halves
         lead = samples // 2

@@ -39,9 +39,18 @@ def judge(incident: Incident, limits: Thresholds | None = None) -> Verdict:
 
 
 def analyse(incident: Incident, limits: Thresholds | None = None) -> Analysis:
-    """The verdict on an incident and what led to it. Without `limits`: the incident's."""
+    """The verdict on an incident and what led to it. Without `limits`: the incident's.
+
+    Numbers are a job's own and may be anything: what overflows or divides by nothing becomes NaN or infinite, which
+    convicts nobody.
+    """
     if limits is None:
         limits = Thresholds.told(incident.thresholds)
+    with np.errstate(all="ignore"):
+        return _analyse(incident, limits)
+
+
+def _analyse(incident: Incident, limits: Thresholds) -> Analysis:
     lanes = lay_out(incident)
     unseen = unseen_of(lanes)
     stall = find_stall(lanes, limits)

@@ -42,10 +42,10 @@ NAMED_MAX = 64
 class Stall:
     """What stands still. Ranks as sorted lists.
 
-    `left`: ranks alone inside a round that all others have left; `innermost`: communicators that all heard members have entered alike; `undecided`: communicators whose members
-    run different operations without a majority; `circle`: ranks that wait for each other; `receivers`: (receiver,
-    sender) of open point-to-point transfers where nothing else explains the stall; `silent`: ranks without words that
-    the stall would need.
+    `left`: ranks alone inside a round that all others have left; `innermost`: communicators that all heard members have
+    entered alike; `undecided`: communicators whose members run different operations without a majority; `circle`: ranks
+    that wait for each other; `receivers`: (receiver, sender) of open point-to-point transfers where nothing else
+    explains the stall; `silent`: ranks without words that the stall would need.
     """
 
     quiet_ms: float

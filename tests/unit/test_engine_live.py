@@ -188,7 +188,7 @@ def test_a_slow_rank_without_a_hardware_witness_is_named_and_nothing_is_drained(
     for gpus in ({}, _gpus(job, lambda r: 1980, 0)):
         verdict = diagnose(history, gpus, now)
         assert (verdict.class_, _names(verdict)) == ("S1", [CULPRIT])
-        assert (verdict.action.kind, verdict.action.nodes, verdict.culprits[0].cause) == ("notify", [], "unknown")
+        assert (verdict.action.kind, verdict.action.nodes, verdict.culprits[0].cause) == ("collect", [], "unknown")
 
 
 @pytest.mark.parametrize(
