@@ -253,6 +253,9 @@ class ControlLoop:
     async def _open_incident(self, attempt: Attempt, verdict: Verdict, world: World, since: float) -> Incident:
         now = self._clock()
         number = self._gathering.number(attempt)
+        while await self._store.incident(number) is not None:  # six digits meet again some day
+            self._gathering.forget(attempt)
+            number = self._gathering.number(attempt)
         decision = await self._decision(attempt, number, verdict, world, since)
         job = world.jobs[attempt[0]]
         incident = Incident(

@@ -14,6 +14,7 @@ from diagnosis.engine.live import Judged, examine
 from remediation.policy.rules import Policy
 from tests.simjob import SimJob
 from tests.unit.test_control_loop import CULPRIT, GUILTY, JOB, World, until_closed, world
+from tests.unit.test_store import make_incident
 
 __all__ = ["world"]
 
@@ -42,6 +43,18 @@ async def test_a_gpu_without_work_that_clocks_down_is_no_broken_hardware(
     (incident,) = await world.incidents()
     assert incident.verdict.culprits[0].rank == CULPRIT and incident.verdict.action.kind != "drain"
     assert not any(view.held for view in world.slurm.nodes.values())
+
+
+async def test_a_number_that_an_older_incident_has_is_not_given_out_again(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numbers = iter(["a1b2c3", "a1b2c3", "d4e5f6"])
+    monkeypatch.setattr("secrets.token_hex", lambda _: next(numbers))
+    await world.store.add_incident(make_incident(phase="closed", closed_at=1.0))
+    world.sim.hang(absent=[CULPRIT])
+    while len(await world.incidents()) < 2:
+        await world.second()
+    assert {incident.id for incident in await world.incidents()} == {"a1b2c3", "d4e5f6"}
 
 
 async def test_a_node_answers_once(world: World) -> None:
