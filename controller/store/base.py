@@ -144,7 +144,7 @@ class Store(Protocol):
         """Put a message into the outbox. False: a message with this key has been there before, or the box is full."""
 
     async def due(self, now: float, limit: int) -> list[Message]:
-        """Waiting messages whose time has come, oldest first."""
+        """Waiting messages whose time has come, oldest first, at most `limit` of each target: none holds up another."""
 
     async def sent(self, message_id: int, at: float) -> None: ...
 

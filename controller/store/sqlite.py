@@ -262,8 +262,9 @@ class SqliteStore:
 
     async def due(self, now: float, limit: int) -> list[Message]:
         rows = await self._read(
-            "SELECT id, key, incident, target, body, at, attempts FROM outbox"
-            " WHERE state = 'waiting' AND next_at <= ? ORDER BY id LIMIT ?",
+            "SELECT id, key, incident, target, body, at, attempts FROM"
+            " (SELECT *, row_number() OVER (PARTITION BY target ORDER BY id) AS place FROM outbox"
+            " WHERE state = 'waiting' AND next_at <= ?) WHERE place <= ? ORDER BY id",
             (now, limit),
         )
         names = Message.__struct_fields__

@@ -191,6 +191,13 @@ async def test_a_failed_message_waits_and_in_the_end_is_dead_and_counted(store: 
     assert (counts.waiting, counts.dead, counts.last_error) == (0, 1, "refused again")
 
 
+async def test_a_target_that_takes_nothing_holds_up_no_other(store: SqliteStore) -> None:
+    for number in range(5):
+        await store.enqueue(f"dead{number}", "a1b2c3", b"", 40.0, target="dead")
+    await store.enqueue("chat", "a1b2c3", b"", 40.0, target="chat")
+    assert [message.key for message in await store.due(40.0, 3)] == ["dead0", "dead1", "dead2", "chat"]
+
+
 async def test_a_full_outbox_takes_no_more(store: SqliteStore, tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / "state.db") as by_hand:
         rows = [(str(number), "a1b2c3", "chat", b"", 0.0, 0.0) for number in range(OUTBOX_WAITING_MAX)]
