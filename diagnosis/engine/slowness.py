@@ -75,7 +75,8 @@ def measure(lanes: Lanes) -> Slowness:
     ratio = _ratio(unit_now, unit_base)
     lost = np.maximum(unit_now - unit_now / ratio, 0.0)
     role = roles_of(lanes)
-    own_now, own_base = _own(lanes, now, weight), _own(lanes, base, weight)
+    own_now = _own(lanes, now, weight) * _levelled(unit_now, role)
+    own_base = _own(lanes, base, weight) * _levelled(unit_base, role)
     compared = bool(np.isfinite(own_base).sum() > 0.5 * np.isfinite(own_now).sum())
     raw = own_now - own_base if compared else own_now
     common = _common(raw, role)
@@ -103,6 +104,20 @@ def measure(lanes: Lanes) -> Slowness:
         transfer_part=_parts(lanes, grown, weight, lost),
         role=role,
     )
+
+
+def _levelled(unit: Floats, role: Longs) -> Floats:
+    """The role's usual time per unit over each rank's own (W,), 1 where it is not told.
+
+    A job is synchronous, so its ranks need the same time for the same rounds. Where a rank's window happened to hold
+    longer rounds than its peers' (more of the backward pass, say), its own time is long for the same reason.
+    """
+    usual = np.full(len(unit), np.nan)
+    for members in by_kind(np.arange(len(role)), role):
+        told = unit[members][np.isfinite(unit[members])]
+        if len(told):
+            usual[members] = np.median(told)
+    return np.where(np.isfinite(usual / unit) & (unit > 0), usual / unit, 1.0)
 
 
 def _ratio(now: Floats, base: Floats) -> float:
