@@ -20,7 +20,11 @@ class Unreachable(Exception):
 
 
 class Refused(Exception):
-    """The controller answered with a refusal."""
+    """The controller answered with a refusal, of HTTP status `status`."""
+
+    def __init__(self, text: str, status: int) -> None:
+        super().__init__(text)
+        self.status = status
 
 
 class _UnixConnection(http.client.HTTPConnection):
@@ -51,5 +55,5 @@ def ask(path: Path, method: str, url: str, body: bytes | None = None) -> bytes:
     try:
         refusal = msgspec.json.decode(content, type=Refusal)
     except msgspec.DecodeError:
-        raise Refused(f"the controller answered {answer.status}") from None
-    raise Refused(refusal.detail)
+        raise Refused(f"the controller answered {answer.status}", answer.status) from None
+    raise Refused(refusal.detail, answer.status)

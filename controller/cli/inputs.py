@@ -9,6 +9,7 @@ alone.
 from __future__ import annotations
 
 import gzip
+import io
 import os
 import stat
 import tarfile
@@ -57,6 +58,11 @@ def read_inputs(paths: Sequence[Path], refuse: Refuse) -> Iterator[Named]:
                     yield from _directory(fd, label, 0, _Counter(), refuse)
         else:
             yield from _file(path.name, _At(str(path)), refuse)
+
+
+def read_packed(name: str, content: bytes, refuse: Refuse) -> Iterator[Named]:
+    """The files of an archive that is in memory, within the same bounds."""
+    return _content(name, io.BytesIO(content), refuse)
 
 
 class _Counter:

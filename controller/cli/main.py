@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import pwd
+import secrets
 import time
 from collections.abc import Callable, Collection, Iterable
 from enum import IntEnum
@@ -106,8 +107,7 @@ def show(
     as_json: JsonOption = False,
 ) -> None:
     """One incident: who, why, how sure, what was done, and what the nodes sent."""
-    if not (incident.isascii() and incident.isalnum()):
-        raise typer.BadParameter("an incident's id has letters and digits only")
+    _check_id(incident)
     answer = _ask(_settings(config), socket, "GET", f"/incidents/{incident}")
     _print(answer, as_json, lambda: words.detail_lines(_read(answer, IncidentDetail)))
 
@@ -151,18 +151,120 @@ def resume(config: ConfigOption = None, socket: SocketOption = None, as_json: Js
 @app.command()
 def diagnose(
     paths: Annotated[list[Path], typer.Argument(help="Bundles, archives, dumps, tables: files or directories, mixed.")],
+    graph: Annotated[
+        Path | None, typer.Option(help="Write who waits for whom and why, as .svg, .json or .dot.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Name who slows or hangs a job, from files alone: a bundle or whatever evidence there is. Needs no controller."""
     from controller.cli.diagnose import NothingReadable, diagnose_paths, verdict_lines  # numpy, the engine
+    from controller.cli.graph_file import graph_writer
 
     try:
-        verdict = diagnose_paths(paths)
+        verdict = diagnose_paths(paths, graph_writer(graph) if graph is not None else None)
     except NothingReadable as nothing:
         _fail(str(nothing), ExitCode.NOTHING_READABLE)
     except OperatorFault as fault:
         _fail(str(fault), ExitCode.USAGE)
     _print(msgspec.json.encode(verdict), as_json, lambda: verdict_lines(verdict))
+
+
+@app.command()
+def drill(
+    kind: Annotated[str | None, typer.Argument(help="See --list. Default: drawn, as often as they occur.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="The same seed gives the same drill. Default: drawn.")] = None,
+    effect: Annotated[float | None, typer.Option(min=2, max=90, help="Part of a step that is lost, in %.")] = None,
+    noise: Annotated[float | None, typer.Option(min=0, max=30, help="Spread of the ranks' own times, in %.")] = None,
+    missing: Annotated[float | None, typer.Option(min=0, max=50, help="Ranks that send no report, in %.")] = None,
+    fidelity: Annotated[str | None, typer.Option(help="full, or nccl: what a stock NCCL can tell.")] = None,
+    out: Annotated[Path | None, typer.Option(help="New directory. Default: drill-KIND-SEED.")] = None,
+    only_list: Annotated[bool, typer.Option("--list", help="Name all kinds.")] = False,
+    judged: Annotated[bool, typer.Option("--judge/--no-judge", help="Say what tocsin makes of it.")] = True,
+    as_json: JsonOption = False,
+) -> None:
+    """Make an incident whose truth is known, and see whether the verdict is right. Needs no controller."""
+    from controller.cli.drill import exam_lines, examine  # numpy, the simulator, the engine
+    from diagnosis.drill import Limits, kinds
+
+    if only_list:
+        _print(msgspec.json.encode(kinds()), as_json, kinds)
+        return
+    lost, spread, silent = (None if pct is None else pct / 100 for pct in (effect, noise, missing))
+    try:
+        limits = Limits(effect=lost, noise=spread, missing=silent, fidelity=fidelity)
+        exam = examine(kind, secrets.randbelow(1 << 31) if seed is None else seed, limits, out, judged)
+    except OperatorFault as fault:
+        _fail(str(fault), ExitCode.USAGE)
+    _print(msgspec.json.encode(exam), as_json, lambda: exam_lines(exam))
+    if not exam.passed:
+        raise typer.Exit(ExitCode.PROBLEM)
+
+
+@app.command()
+def capture(
+    incident: Annotated[str | None, typer.Argument(help="An incident's id: what its verdict was given on.")] = None,
+    job: Annotated[int | None, typer.Option(min=1, help="Instead: a watched job as it is now.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Default: incident-ID.tar.zst or job-ID.tar.zst.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,
+    config: ConfigOption = None,
+    socket: SocketOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Write what a verdict was given on to a file, for `tocsin diagnose` on any machine."""
+    from controller.cli.capture import Captured, write_file
+
+    if (incident is None) == (job is None):
+        raise typer.BadParameter("name either an incident or a --job")
+    if incident is not None:
+        _check_id(incident)
+    place, name = (f"/incidents/{incident}", f"incident-{incident}") if incident else (f"/jobs/{job}", f"job-{job}")
+    path = out or Path(f"{name}.tar.zst")
+    content = _ask(_settings(config), socket, "GET", f"{place}/bundle")
+    try:
+        write_file(path, content, force)
+    except OperatorFault as fault:
+        _fail(str(fault))
+    told = Captured(file=words.printable(path), size_bytes=len(content), incident=incident, job_id=job)
+    _print(msgspec.json.encode(told), as_json, lambda: [f"{words.clean(told.file)}, {len(content)} bytes"])
+
+
+@app.command()
+def replay(
+    incidents: Annotated[list[str] | None, typer.Argument(help="Ids of incidents.")] = None,
+    every: Annotated[bool, typer.Option("--all", help="The newest 1000 incidents.")] = False,
+    since: Annotated[float | None, typer.Option(min=0, help="Those of so many DAYS.", metavar="DAYS")] = None,
+    db: Annotated[Path | None, typer.Option(help="A state.db, or a copy, instead of the controller.")] = None,
+    config: ConfigOption = None,
+    socket: SocketOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Judge incidents of the past by the rules of today: 0 same verdicts, 1 something changed."""
+    from controller.cli import replay as replaying  # the engine
+
+    if bool(incidents) == (every or since is not None):
+        raise typer.BadParameter("name either incidents, or --all or --since")
+    for number in incidents or ():
+        _check_id(number)
+    settings = _settings(config)
+    # A user who may not read the configuration has its defaults, which are not the thresholds in force.
+    told = config is not None or os.access(DEFAULT_PATH, os.R_OK)
+    present = settings.detect.thresholds() if told else None
+    oldest = None if since is None else time.time() - since * 86400
+    done = []
+    try:
+        with replaying.opened(db, socket or settings.socket) as source:
+            for one in replaying.replayed(source, replaying.chosen(source, incidents or (), oldest), present):
+                done.append(one)
+                if not as_json:
+                    _print(b"", False, lambda: replaying.replay_lines(done[-1]))
+    except Unreachable as error:
+        _fail(str(error), ExitCode.UNREACHABLE)
+    except (Refused, OperatorFault) as fault:
+        _fail(str(fault))
+    total = replaying.summed(done)
+    _print(msgspec.json.encode(total), as_json, lambda: [replaying.sum_line(total)])
+    if not total.all_same:
+        raise typer.Exit(ExitCode.PROBLEM)
 
 
 @app.command("node-key")
@@ -189,6 +291,11 @@ def check(
     _print(msgspec.json.encode(faults), as_json, lambda: lines)
     if faults:
         raise typer.Exit(ExitCode.PROBLEM)
+
+
+def _check_id(incident: str) -> None:
+    if not (incident.isascii() and incident.isalnum() and len(incident) <= 64):
+        raise typer.BadParameter("an incident's id has letters and digits only")
 
 
 def _settings(config: Path | None, places: Collection[str] = ()) -> Settings:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Final
 
 from controller.control.status import IncidentDetail, NodeEvidence, Status
@@ -25,6 +26,11 @@ def columns(rows: Iterable[Sequence[str]]) -> list[str]:
 def clean(text: str) -> str:
     """One line without control characters: a stack or a name must not drive the terminal."""
     return _CONTROL.sub("?", text)
+
+
+def printable(path: Path) -> str:
+    """A path as text; it may hold bytes that are none."""
+    return str(path).encode(errors="replace").decode()
 
 
 def status_lines(status: Status) -> Iterator[str]:
