@@ -4,6 +4,7 @@ A throw-away Slurm cluster, a controller, node daemons, a chat and a real data-p
 
     FAULT=s1    a throttled GPU: rank 5 is slowed and its GPU says so: two witnesses, so drain and requeue
     FAULT=h1    rank 5 is stopped for ever: software, so the job is requeued away from it and nothing is drained
+    FAULT=h2    rank 5 calls another collective than the rest: a bug of the program, so people are told, nothing is done
     FAULT=none  a minute of healthy training with one long checkpoint: nothing happens
 
 Exit code 0 when the story ended as it should, 1 when not. Everything is removed at the end, whatever happened; the
@@ -32,6 +33,7 @@ from tests.lab.system import LabError, eventually
 FAULTS: Final = {
     "s1": "Fault: a GPU is throttled, so its rank is slow. Two witnesses: its node is drained, the job runs elsewhere.",
     "h1": "Fault: a rank is stopped for ever. Software: the job is requeued away from it, and nothing is drained.",
+    "h2": "Fault: a rank calls another collective than the rest. A bug of the program: its owner is told, nothing is done.",
     "none": "No fault: a minute of healthy training with one long checkpoint, and nothing is done.",
 }
 ENDINGS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -81,7 +83,7 @@ class Demo:
 
     def train(self) -> int:
         """Submit the user's script and wait until it trains at its normal speed."""
-        job = self.lab.submit("train.sh", env={"PAUSE_FILE": "pause"})
+        job = self.lab.submit("train.sh", env={"PAUSE_FILE": "pause", "BRANCH_FILE": "branch"})
         self.story.tell(f"job {job} submitted: sbatch train.sh (4 nodes, 8 ranks, DDP over gloo, no word about tocsin)")
         self.story.tell("the ranks load torch, and tocsin learns how long a round (here one training step) takes ...")
         self.stack.wait_healthy(job)
@@ -124,6 +126,26 @@ class Demo:
             stack = (stopped[0]["python_stack"] or "").strip().splitlines()
             self.story.tell(f"kept as evidence: rank {CULPRIT} in state T, and its Python stack ({len(stack)} lines)")
             self.check(bool(stack), "the Python stack is kept as evidence")
+
+    def h2(self) -> None:
+        """A rank that calls another collective."""
+        job = self.train()
+        self.story.fault_at = time.time()
+        (self.lab.work / "branch").write_text(str(CULPRIT))
+        self.story.tell(f"fault made: rank {CULPRIT} meets a condition of its own and calls all_gather")
+        incident = self.stack.wait_incident(job, 60)
+        self.incident = incident["id"]
+        verdict = incident["verdict"]
+        self.story.tell(f"verdict {verdict['class']}: {verdict['summary']}", incident["opened_at"])
+        self.story.tell(f"decided: {incident['decision']}", incident["opened_at"])
+        self._show_message(1)
+        self.story.plain()
+        self.story.plain(f"fault to verdict                     {incident['opened_at'] - self.story.fault_at:5.1f} s")
+        named = [culprit["rank"] for culprit in verdict["culprits"]]
+        self.check(named == [CULPRIT], f"rank {CULPRIT} alone is named", named)
+        self.check(verdict["class"] == "H2", "the class is H2", verdict["class"])
+        self.check(self.lab.drain_reasons() == {}, "nothing is drained", self.lab.drain_reasons())
+        self.check(self.lab.job(job)["Restarts"] == "0", "the job is not requeued")
 
     def none(self) -> None:
         """No fault."""

@@ -2,7 +2,8 @@
 
 One task per node imports torch once and forks a process per GPU. A pause in each step stands where the GPU would
 compute. Settings come from the environment: CHECKPOINT (path), STEPS, SAVE_EVERY, WORK_MS, PAUSE_FILE (when that file
-appears, rank 0 takes five seconds over one checkpoint while the others wait for it). SIGUSR1: save at the next step.
+appears, rank 0 takes five seconds over one checkpoint while the others wait for it), BRANCH_FILE (when that file
+appears, the rank whose number is in it takes another branch of the program). SIGUSR1: save at the next step.
 """
 # ruff: noqa: T201 (a job talks through its output)
 
@@ -37,6 +38,7 @@ class Trainer:
         self.save_every = int(os.environ.get("SAVE_EVERY", "50"))
         self.work_s = int(os.environ.get("WORK_MS", "30")) / 1000
         self.pause_file = Path(os.environ.get("PAUSE_FILE", "pause"))
+        self.branch_file = Path(os.environ.get("BRANCH_FILE", "branch"))
         self.paused = False
         self.save_now = False
         torch.manual_seed(0)
@@ -65,6 +67,8 @@ class Trainer:
         while self.step < steps:
             began = time.monotonic()
             time.sleep(self.work_s)
+            if self.branch_file.exists() and self.branch_file.read_text().strip() == str(self.rank):
+                self._other_branch()
             loss = self.parallel(torch.randn(BATCH, WIDTH)).pow(2).mean()
             loss.backward()
             self.optimizer.step()
@@ -73,6 +77,11 @@ class Trainer:
             if self.rank == 0:
                 self._report(loss.item(), time.monotonic() - began)
                 self._save_when_due()
+
+    def _other_branch(self) -> None:
+        """The bug of many programs: a condition that only one rank meets, with a collective in it."""
+        norm = torch.zeros(1)
+        dist.all_gather([torch.zeros(1) for _ in range(dist.get_world_size())], norm)
 
     def _report(self, loss: float, seconds: float) -> None:
         if self.step % REPORT_EVERY == 0:
