@@ -21,6 +21,7 @@ DELAYED_BY: Final = "delayed-by"
 RUNS_ON: Final = "runs-on"
 PASSES_THROUGH: Final = "passes-through"
 EXPLAINED_BY: Final = "explained-by"
+MAY_WAIT_FOR: Final = "may-wait-for"
 STANDS_IN: Final = "stands-in"
 AGAINST: Final = "against"
 CAUSAL: Final = (WAITS_FOR, DELAYED_BY)
@@ -30,7 +31,7 @@ CAUSAL: Final = (WAITS_FOR, DELAYED_BY)
 class Node(msgspec.Struct, frozen=True, kw_only=True):
     """One thing. `kind`: rank | communicator | gpu | node | nic | link | switch | job | function | finding.
 
-    `role`: culprit | victim | between (a communicator) | hardware | finding. `count`: of how many alike this stands for.
+    `role`: culprit | victim | between (a communicator) | hardware | finding. `count`: how many alike it stands for.
     """
 
     id: str
@@ -42,7 +43,7 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Link(msgspec.Struct, frozen=True, kw_only=True):
-    """From effect to cause. `weight` in `unit`: for how long somebody has waited (s), or what it costs (ms a round, ms a
+    """From effect to cause. `weight` in `unit`: how long somebody has waited (s), or what it costs (ms a round, ms a
     step); null: not told."""
 
     source: str
@@ -96,7 +97,8 @@ class Draft:
             known = self.graph.nodes[key]
             known["importance"] = min(known["importance"], importance)
             known["role"] = role if role == "culprit" else known["role"]
-            known["details"] = list(dict.fromkeys([*known["details"], *map(printable, details)]))[:DETAILS_MAX]
+            words = [*known["details"], *(printable(line) for line in details if line)]
+            known["details"] = list(dict.fromkeys(words))[:DETAILS_MAX]
             return key
         words = [printable(line) for line in details if line][:DETAILS_MAX]
         self.graph.add_node(
@@ -123,7 +125,7 @@ class Draft:
             for key in causal
             if self.graph.nodes[key]["kind"] != "communicator"
             and causal.out_degree(key) == 0
-            and (causal.in_degree(key) > 0 or self.graph.nodes[key]["role"] == "culprit")
+            and (causal.in_degree(key) > 0 or self._is_first(key))
         ]
 
     def finish(self, title: str, nodes_max: int = NODES_MAX) -> CausalGraph:
@@ -159,8 +161,12 @@ class Draft:
                     nodes[other]["label"] = more_ranks(nodes[other]["count"])
                     return
 
+    def _is_first(self, key: str) -> bool:
+        """A culprit that nobody drawn waits for, and that is no part of another."""
+        return bool(self.graph.in_degree(key) == 0) and self.graph.nodes[key]["role"] == "culprit"
+
     def _is_cut_off(self, key: str) -> bool:
-        return self.graph.degree(key) == 0 and self.graph.nodes[key]["role"] != "culprit"
+        return bool(self.graph.degree(key) == 0) and self.graph.nodes[key]["role"] != "culprit"
 
 
 def others_of(comm: str) -> str:

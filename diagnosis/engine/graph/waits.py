@@ -1,32 +1,44 @@
 """Who waits for whom around a suspect, read off the lanes: the edges of a hang for the causal graph.
 
-Each question is about one rank or one communicator and costs a look at its lanes; nothing here walks over all ranks. The
-rules are those of `waits`: who is inside a round waits for the members that have not entered it, a receiver waits for
-its sender, and where the host runs ahead only rounds that are seen running count if there are any.
+Each question is about one rank or one communicator and costs a look at its lanes; nothing here walks over all ranks.
+The rules are those of the engine's `waits`: who is inside a round waits for the members that have not entered it, a
+receiver waits for its sender, and where the host runs ahead only rounds seen running count, if there are any.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
-from diagnosis.contracts.incident import Ints, Kind, State
+from diagnosis.contracts.incident import Floats, Ints, Kind, State
 from diagnosis.engine.lanes import Lanes, Longs
 from diagnosis.engine.waits import Stall
+
+TRANSFERS_MAX: Final = 16
+_NOBODY: Final = np.empty(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Round:
-    """One round that does not end. `receiver`: of a point-to-point transfer, else None. `waiters`: ranks inside, those
-    that wait longest first, with `waited_ms` of each; `missing`: ranks that they wait for; `members`: all of them."""
+    """One round that does not end. `receiver`: of a point-to-point transfer, else None.
+
+    `waiters`: ranks inside, those that wait longest first, with `waited_s` of each (NaN not told). `missing`: ranks
+    that they wait for. `silent`: where nobody is known to be missing, ranks without words that may be.
+    """
 
     comm: int
     receiver: int | None
     waiters: Ints
-    waited_ms: dict[int, float]
-    missing: list[int]
-    members: int
+    waited_s: Floats
+    missing: Ints
+    silent: Ints
+
+    def waited(self, rank: int) -> float:
+        """For how long a rank has waited in it, NaN not told."""
+        at = np.flatnonzero(self.waiters == rank)
+        return float(self.waited_s[at[0]]) if len(at) else float("nan")
 
 
 class WaitGraph:
@@ -37,13 +49,16 @@ class WaitGraph:
         self._lanes = lanes
         self._now = stall.now
         self._accused = np.array(sorted(accused), np.int64)
+        self._silent = np.array(stall.silent, np.int64)
         stalled = np.zeros(lanes.comms, np.bool_)
         stalled[stall.comms] = True
         self._p2p = lanes.incident.communicators.kind == Kind.P2P
         self._waiting = stall.waiting
+        self._unheard = stall.unheard
         enqueued = self._p2p[lanes.comm] & (self._now.state == State.ENQUEUED)
         self._pending = self._now.pending & stalled[lanes.comm] & ~enqueued
         self._stalled = stalled
+        self._asked: dict[int, Round] = {}
 
     def lanes_of(self, rank: int) -> Longs:
         """The lanes of a rank."""
@@ -64,11 +79,12 @@ class WaitGraph:
                 continue
             if self._p2p[comm]:
                 members = self._lanes.of_comm(int(comm))
-                lanes = np.arange(members.start, members.stop)[self._pending[members]]
+                lanes = members.start + np.flatnonzero(self._pending[members])[:TRANSFERS_MAX]
                 rounds = [self._transfer(int(lane)) for lane in lanes if self._lanes.rank[lane] != rank]
             else:
                 rounds = [self.collective(int(comm))]
-            found += [round_ for round_ in rounds if rank in round_.missing and len(round_.waiters)]
+            wanted = [round_ for round_ in rounds if rank in round_.missing or rank in round_.silent]
+            found += [round_ for round_ in wanted if len(round_.waiters)]
         return found
 
     def longest(self, count: int) -> list[int]:
@@ -87,6 +103,11 @@ class WaitGraph:
 
     def collective(self, comm: int) -> Round:
         """The newest round of a communicator: who is in it, and who is not."""
+        if comm not in self._asked:
+            self._asked[comm] = self._look_at(comm)
+        return self._asked[comm]
+
+    def _look_at(self, comm: int) -> Round:
         now, members = self._now, self._lanes.of_comm(comm)
         ranks, pending = self._lanes.rank[members], self._pending[members]
         done, seq = now.done[members], now.seq[members]
@@ -98,7 +119,8 @@ class WaitGraph:
         missing = np.flatnonzero(outside | (pending & accused))
         # Those that wait for nobody come first: they are why nobody else comes either.
         missing = missing[np.argsort(self._waiting[ranks[missing]] & ~accused[missing], kind="stable")]
-        return self._round(comm, None, members.start + np.flatnonzero(inside), ranks[missing].tolist(), len(ranks))
+        silent = ranks[np.isin(ranks, self._silent)] if not len(missing) else _NOBODY
+        return self._round(comm, None, members.start + np.flatnonzero(inside), ranks[missing], silent)
 
     def _transfer(self, lane: int) -> Round:
         """A receive that does not end."""
@@ -109,11 +131,11 @@ class WaitGraph:
         members = lanes.rank[lanes.of_comm(comm)]
         others = members[members != receiver]
         peer = told[-1] if told and 0 <= told[-1] < lanes.world else int(others[0]) if len(others) == 1 else -1
-        return self._round(comm, receiver, np.array([lane]), [peer] if peer >= 0 else [], len(members))
+        sender = np.array([peer] if peer >= 0 else [], np.int32)
+        quiet = self._unheard[sender] & ~np.isin(sender, self._accused)
+        return self._round(comm, receiver, np.array([lane]), sender[~quiet], sender[quiet])
 
-    def _round(self, comm: int, receiver: int | None, inside: Longs, missing: list[int], members: int) -> Round:
+    def _round(self, comm: int, receiver: int | None, inside: Longs, missing: Ints, silent: Ints) -> Round:
         age = self._now.age_ms[inside]
         order = np.argsort(-np.nan_to_num(age), kind="stable")
-        ranks = self._lanes.rank[inside[order]]
-        waited = dict(zip(ranks[:8].tolist(), age[order][:8].tolist(), strict=True))
-        return Round(comm, receiver, ranks, waited, missing, members)
+        return Round(comm, receiver, self._lanes.rank[inside[order]], age[order] / 1000, missing, silent)
