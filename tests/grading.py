@@ -1,7 +1,7 @@
 """Grades one verdict against the truth of a drill or of a labelled bundle (the form is told in `docs/drill.md`).
 
-`located`: right anomaly, class and exactly the guilty; `cause`: one of the right causes is named; `false_drain`: nodes that
-the verdict would drain and should not. Abstaining ("not enough") is a miss of `located`, never a false drain.
+`located`: right anomaly, class and exactly the guilty; `cause`: one of the right causes is named; `false_drain`: nodes
+that the verdict would drain and should not. Abstaining ("not enough") is a miss of `located`, never a false drain.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ def _misplaced(truth: Mapping[str, Any], verdict: Verdict) -> list[str]:
     nodes = {c.node for c in verdict.culprits if c.node is not None}
     links = {name for c in verdict.culprits for name in (c.link, c.switch) if name is not None}
     if truth["kind"] == "rank" and truth["ranks"]:
-        return [] if ranks == set(truth["ranks"]) else [f"ranks {sorted(ranks)[:6]} and not {sorted(truth['ranks'])[:6]}"]
+        wrong = f"ranks {sorted(ranks)[:6]} and not {sorted(truth['ranks'])[:6]}"
+        return [] if ranks == set(truth["ranks"]) else [wrong]
     if truth["kind"] == "node" and truth["nodes"]:
         return [] if nodes == set(truth["nodes"]) else [f"nodes {sorted(nodes)[:4]} and not {truth['nodes']}"]
     if truth["kind"] == "link":

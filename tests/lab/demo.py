@@ -33,7 +33,7 @@ from tests.lab.system import LabError, eventually
 FAULTS: Final = {
     "s1": "Fault: a GPU is throttled, so its rank is slow. Two witnesses: its node is drained, the job runs elsewhere.",
     "h1": "Fault: a rank is stopped for ever. Software: the job is requeued away from it, and nothing is drained.",
-    "h2": "Fault: a rank calls another collective than the rest. A bug of the program: people are told, nothing is done.",
+    "h2": "Fault: a rank calls another collective than the rest. A bug of the program: people are told, no more.",
     "none": "No fault: a minute of healthy training with one long checkpoint, and nothing is done.",
 }
 ENDINGS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
