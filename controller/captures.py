@@ -1,7 +1,8 @@
 """What a verdict was given on, kept as a bundle in one archive (`docs/bundle.md`), so that it can be judged again.
 
 An archive is bounded, packed and unpacked, and always within what the reader unpacks. An incident that is larger is cut
-down to the suspects and their communicators, then to the suspects alone, and the bundle says so under `unseen`.
+down to the suspects and those that share a communicator with them, the smallest communicators first, and the bundle
+says so under `unseen`.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import io
 import tarfile
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Final
 
 import numpy as np
@@ -23,7 +24,7 @@ from diagnosis.contracts.incident import Incident
 from diagnosis.contracts.verdict import Verdict
 from diagnosis.engine.live import incident_of
 from diagnosis.engine.verdict import judge
-from diagnosis.evidence.bundle.narrow import alone, with_neighbours
+from diagnosis.evidence.bundle.narrow import part_of
 from diagnosis.evidence.bundle.writer import write_bundle
 
 ROWS_MAX: Final = 100_000
@@ -86,13 +87,10 @@ def pack(folder: str, inputs: Incident, suspects: Collection[int]) -> bytes:
 
     Raises: AgentFault (reason `limits`: the job tells more than can be kept even of its suspects).
     """
-    ways: tuple[Callable[[], Incident], ...] = (
-        lambda: inputs,
-        lambda: with_neighbours(inputs, suspects),
-        lambda: alone(inputs, suspects),
-    )
-    for way in ways:
-        part = way()
+    for rows_max in (ROWS_MAX, ROWS_MAX // 8, 0):
+        part = inputs
+        if len(inputs.frames.frame) > rows_max:
+            part = part_of(inputs, suspects, rows_max)
         if len(part.frames.frame) > ROWS_MAX:
             continue
         files = write_bundle(part)

@@ -1,7 +1,8 @@
-"""Less of an incident, where all of it is too much to keep: the suspects with those that they work with, or alone.
+"""Less of an incident, where all of it is too much to keep: suspects with those that they work with.
 
-What is left out may be what a verdict followed from, so `unseen` says how much it is. Summaries and the fabric stay
-whole.
+A rank is kept whole or not at all. Of a rank that waits in one communicator and whose word on that one is missing it
+would look as if it waited nowhere, and so it would be taken for the culprit; a rank without any words is only unseen.
+What is left out may still be what a verdict followed from, so `unseen` says how much it is. Summaries and fabric stay.
 """
 
 from __future__ import annotations
@@ -12,47 +13,53 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from diagnosis.contracts.incident import Communicators, Frames, HealthTable, Incident, Ints
+from diagnosis.contracts.incident import UNKNOWN, Communicators, Fabric, Frames, HealthTable, Incident, Ints
 from diagnosis.evidence.bundle.files import ROW_NUMBERS
 
 Bools = NDArray[np.bool_]
 
 
-def with_neighbours(incident: Incident, ranks: Collection[int]) -> Incident:
-    """All words about the communicators of `ranks`, and no others."""
-    comms = incident.communicators
-    of_member = np.repeat(np.arange(len(comms.ids)), np.diff(comms.start))
-    theirs = np.zeros(len(comms.ids), np.bool_)
-    theirs[of_member[np.isin(comms.member, list(ranks))]] = True
-    rows = theirs[incident.frames.comm]
-    return _part(incident, rows, theirs, "only words about the communicators of suspects are kept")
+def part_of(incident: Incident, suspects: Collection[int], rows_max: int) -> Incident:
+    """All words of `suspects`, and of all members of their communicators, the smallest first, within `rows_max` rows.
+
+    The suspects are kept whatever they said: with `rows_max` 0 nobody else is.
+    """
+    frames, comms = incident.frames, incident.communicators
+    said = np.bincount(frames.rank[frames.frame], minlength=incident.job.world_size)
+    kept = np.zeros(incident.job.world_size, np.bool_)
+    kept[list(suspects)] = True
+    sizes = np.diff(comms.start)
+    of_member = np.repeat(np.arange(len(comms.ids)), sizes)
+    theirs = np.unique(of_member[kept[comms.member]])
+    for comm in theirs[np.argsort(sizes[theirs], kind="stable")]:
+        more = kept.copy()
+        more[comms.member[comms.start[comm] : comms.start[comm + 1]]] = True
+        if said[more].sum() > rows_max:
+            break
+        kept = more
+    return _only(incident, kept)
 
 
-def alone(incident: Incident, ranks: Collection[int]) -> Incident:
-    """Only what `ranks` themselves said."""
-    frames = incident.frames
-    rows = np.isin(frames.rank[frames.frame], list(ranks))
-    used = np.zeros(len(incident.communicators.ids), np.bool_)
-    used[frames.comm[rows]] = True
-    return _part(incident, rows, used, "only words of suspects are kept")
-
-
-def _part(incident: Incident, rows: Bools, comms: Bools, what: str) -> Incident:
-    """The incident with some rows of its frames; `comms` are the communicators that these speak of."""
+def _only(incident: Incident, kept: Bools) -> Incident:
+    """What is known of the ranks that are `kept` (W,) and of their nodes."""
     frames, job = incident.frames, incident.job
-    ranks = np.unique(frames.rank[frames.frame[rows]])
-    kept, nodes = set(ranks.tolist()), np.unique(job.node[ranks])
+    rows = kept[frames.rank[frames.frame]]
+    comms = np.zeros(len(incident.communicators.ids), np.bool_)
+    comms[frames.comm[rows]] = True
+    nodes = np.unique(job.node[kept])
     names = {job.node_names[node] for node in nodes.tolist() if node >= 0}
-    note = f"too large to keep whole: {what}, {int(rows.sum())} of {len(rows)}"
+    count = int(kept.sum())
+    note = f"too large to keep whole: only suspects and their nearest are, {count} of {job.world_size} ranks"
     return replace(
         incident,
         communicators=_communicators(incident.communicators, comms),
         frames=_frames(frames, rows, comms),
-        process_state={rank: state for rank, state in incident.process_state.items() if rank in kept},
+        process_state={rank: state for rank, state in incident.process_state.items() if kept[rank]},
         nvml=_table(incident.nvml, nodes),
         ib=_table(incident.ib, nodes),
         host=_table(incident.host, nodes),
         kernel_log=tuple(line for line in incident.kernel_log if line.node in names),
+        fabric=_fabric(incident.fabric, comms),
         unseen=(note, *incident.unseen),
     )
 
@@ -92,8 +99,17 @@ def _table(table: HealthTable | None, nodes: Ints) -> HealthTable | None:
     if table is None:
         return None
     rows = np.flatnonzero(np.isin(table.node, nodes))
+    if not len(rows):
+        return None
     return HealthTable(
         node=table.node[rows],
         entity=tuple(table.entity[at] for at in rows),
         values={name: column[rows] for name, column in table.values.items()},
     )
+
+
+def _fabric(fabric: Fabric | None, comms: Bools) -> Fabric | None:
+    if fabric is None or not len(comms):
+        return fabric
+    new = np.where(comms, np.cumsum(comms) - 1, UNKNOWN)
+    return replace(fabric, comm=np.where(fabric.comm >= 0, new[fabric.comm], UNKNOWN).astype(np.int32))
