@@ -2,9 +2,10 @@
 
 The graph has ranks and communicators as nodes: a rank points to the communicator that it stands inside, a
 communicator to the members that have not entered. A circle is a strongly connected part with more than one rank.
-Within it, whoever called in another order than the rest stands alone, or beside ranks that nobody waits for; the rest
-stand beside each other, and all of them are waited for somewhere. If that tells nobody apart (two against each
-other), nobody is named.
+Whoever called in another order than the rest is the one without whom there would be no circle. Where that holds for
+more than one (two ranks against each other), the guilty one stands alone, or beside ranks that nobody waits for,
+while the rest stand beside each other and are all waited for somewhere. If that tells nobody apart either, nobody is
+named.
 
 Point-to-point edges are left out: a sender that has sent goes on, and its receiver's edge to it would be none.
 """
@@ -21,6 +22,7 @@ from diagnosis.engine.lanes import Bools, Lanes
 
 EDGES_MAX = 500_000
 NAMED_MAX = 64
+CANDIDATES_MAX = 128
 ALIKE_MAX = 0.34
 
 
@@ -45,13 +47,28 @@ def find_circle(lanes: Lanes, standing: Bools, behind: Bools) -> Circle:
     comms = lanes.world + lanes.comm.astype(np.int64)  # numbers of communicators follow those of ranks
     graph.add_edges_from(zip(lanes.rank[inside].tolist(), comms[inside].tolist(), strict=True))
     graph.add_edges_from(zip(comms[missed].tolist(), lanes.rank[missed].tolist(), strict=True))
-    parts = [sorted(n for n in part if n < lanes.world) for part in nx.strongly_connected_components(graph)]
-    ranks = max(parts, key=len, default=[])
+    parts = list(nx.strongly_connected_components(graph))
+    ranks = max((sorted(node for node in part if node < lanes.world) for part in parts), key=len, default=[])
     if len(ranks) < 2:
         return Circle([], [])
     member = np.zeros(lanes.world, np.bool_)
     member[ranks] = True
-    return Circle(ranks[:NAMED_MAX], _odd(lanes, pending, behind, member)[:NAMED_MAX])
+    odd = _odd(lanes, pending, behind, member)
+    return Circle(ranks[:NAMED_MAX], _guilty(graph, parts, ranks, odd)[:NAMED_MAX])
+
+
+def _guilty(graph: nx.DiGraph[int], parts: list[set[int]], ranks: list[int], odd: list[int]) -> list[int]:
+    """Ranks without whom there would be no circle, told apart by `odd` where there are several."""
+    circle = graph.subgraph(next(part for part in parts if ranks[0] in part))
+    keys = []
+    for rank in ranks if len(ranks) <= CANDIDATES_MAX else odd[:CANDIDATES_MAX]:
+        rest = circle.subgraph([node for node in circle if node != rank])
+        if nx.is_directed_acyclic_graph(rest):
+            keys.append(rank)
+    if len(keys) <= 1:
+        return keys or odd
+    both = [rank for rank in keys if rank in odd]
+    return both if len(both) == 1 else []
 
 
 def _odd(lanes: Lanes, pending: Bools, behind: Bools, member: Bools) -> list[int]:
