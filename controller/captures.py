@@ -27,9 +27,9 @@ from diagnosis.engine.verdict import judge
 from diagnosis.evidence.bundle.narrow import part_of
 from diagnosis.evidence.bundle.writer import write_bundle
 
-ROWS_MAX: Final = 100_000
-"""Words of ranks about communicators (16,384 ranks with three each, twice). More are not even written: packing takes no
-longer than two seconds or so."""
+ROWS_MAX: Final = 50_000
+"""Words of ranks about communicators (8,192 ranks with three each, twice). More are not even written, so that packing
+takes about a second at most."""
 UNPACKED_BYTES_MAX: Final = 60 << 20
 """Below what the reader unpacks whatever the ratio."""
 SUSPECTS_MAX: Final = 64

@@ -125,7 +125,7 @@ def exam_lines(exam: Exam) -> Iterator[str]:
     if not exam.same_anomaly:
         yield "same anomaly and class: no"
     if exam.false_drains:
-        yield f"would drain {sides.listed(exam.false_drains)}, which must not be drained"
+        yield clean(f"would drain {sides.listed(exam.false_drains)}, which must not be drained")
 
 
 def _truth_words(truth: Mapping[str, Any]) -> dict[str, str]:
