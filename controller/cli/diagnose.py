@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
@@ -17,6 +17,9 @@ from controller.web.words import number, percent
 from diagnosis.contracts.verdict import Action, Culprit, Verdict
 from diagnosis.evidence.gather import gather, lead
 
+if TYPE_CHECKING:
+    from diagnosis.engine.verdict import Analysis
+
 PROGRESS_EVERY_S: Final = 0.5
 UNSEEN_SHOWN_MAX: Final = 40
 _ACTIONS: Final = {"drain": "drain", "requeue": "requeue the job", "notify": "tell people", "collect": "collect more"}
@@ -26,8 +29,8 @@ class NothingReadable(Exception):
     """None of the inputs is anything that can be read; the text says why, input by input."""
 
 
-def diagnose_paths(paths: Sequence[Path]) -> Verdict:
-    """The verdict on everything below the paths.
+def diagnose_paths(paths: Sequence[Path], draw: Callable[[Analysis | None], None] | None = None) -> Verdict:
+    """The verdict on everything below the paths. `draw` is given what led to it (None: tables alone).
 
     Raises: OperatorFault (a path does not exist), NothingReadable.
     """
@@ -38,10 +41,14 @@ def diagnose_paths(paths: Sequence[Path]) -> Verdict:
     if not evidence.readable:
         raise NothingReadable("\n".join(["nothing readable among the inputs", *map(clean, unseen)]))
     verdicts = list(evidence.verdicts)
+    analysis = None
     if evidence.incident is not None:
-        from diagnosis.engine.verdict import judge  # not needed for tables
+        from diagnosis.engine.verdict import analyse  # not needed for tables
 
-        verdicts.insert(0, judge(evidence.incident))
+        analysis = analyse(evidence.incident)
+        verdicts.insert(0, analysis.verdict)
+    if draw is not None:
+        draw(analysis)
     verdict = lead(verdicts, unseen)
     return msgspec.structs.replace(verdict, elapsed_ms=round((time.perf_counter() - begin) * 1000, 1))
 
