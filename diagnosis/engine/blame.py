@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from diagnosis.contracts.incident import Floats, Kind
-from diagnosis.engine.lanes import Lanes, by_kind
+from diagnosis.engine.lanes import Lanes, Longs, by_kind
 from diagnosis.engine.slowness import MAD_TO_SIGMA, Slowness
 from diagnosis.engine.thresholds import Thresholds
 
 NAMED_MAX = 256
+WHOLE_ROLE = 0.9
 
 
 @dataclass(slots=True)
@@ -31,7 +32,9 @@ class Blame:
     ranks: list[int] = field(default_factory=list)
     comms: list[int] = field(default_factory=list)
     part_of_rank: dict[int, float] = field(default_factory=dict)
+    roles: set[int] = field(default_factory=set)
     everybody: float = 0.0
+    imbalance: bool = False
     wide: bool = False
 
 
@@ -56,11 +59,19 @@ def _name_ranks(lanes: Lanes, slow: Slowness, part: Floats, limits: Thresholds, 
     named = np.flatnonzero(clear & large & explains)
     nodes = lanes.incident.job.node
     many = len(named) > limits.named_share_max * lanes.world
+    blame.roles = _whole_roles(slow.role, named)
     if many and len(np.unique(nodes[named])) > max(1, limits.named_share_max * len(np.unique(nodes))):
         return
     order = named[np.argsort(-slow.excess_ms[named], kind="stable")]
     blame.ranks = [int(rank) for rank in order][:NAMED_MAX]
     blame.part_of_rank = {rank: float(min(part[rank], 1.0)) for rank in blame.ranks}
+
+
+def _whole_roles(role: Longs, named: Longs) -> set[int]:
+    """Roles nearly all of whose ranks are named, where there are several roles."""
+    sizes, counts = np.bincount(role), np.bincount(role[named], minlength=int(role.max(initial=0)) + 1)
+    whole = np.flatnonzero((sizes > 1) & (counts >= WHOLE_ROLE * sizes))
+    return {int(number) for number in whole} if (sizes > 0).sum() > 1 else set()
 
 
 def _name_comms(lanes: Lanes, slow: Slowness, limits: Thresholds, blame: Blame) -> None:

@@ -13,7 +13,7 @@ loading, garbage collection, allocation, file access). Summaries come from the j
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -40,6 +40,7 @@ class Pattern:
     factor: float
     part: float
     text: str
+    grown_ms: float = 0.0
 
 
 class Patterns:
@@ -68,7 +69,8 @@ class Patterns:
         same = np.zeros(len(ranks), np.bool_)
         same[inside] = self._role[ranks[inside]] == self._role[rank]
         innocent = np.array([int(r) not in suspects for r in ranks], np.bool_)
-        return np.flatnonzero(same & innocent).astype(np.int32)
+        peers = np.flatnonzero(same & innocent)
+        return (peers if len(peers) else np.flatnonzero(innocent)).astype(np.int32)
 
     def of(self, rank: int, suspects: set[int]) -> Pattern | None:
         """The pattern of a suspect against peers that are none; None where it or they have no summary."""
@@ -85,7 +87,7 @@ class Patterns:
         total = float(growth.sum())
         if total <= 0:
             return None
-        return self._read(growth, factor, total)
+        return replace(self._read(growth, factor, total), grown_ms=total)
 
     def _read(self, growth: Floats, factor: Floats, total: float) -> Pattern:
         names, kinds = self._of.operator_names, np.array(self._of.kind)

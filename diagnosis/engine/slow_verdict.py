@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from diagnosis.contracts.incident import Floats
 from diagnosis.contracts.verdict import DOMAIN_OF_CAUSE, Action, Culprit, EvidenceItem, Verdict
 from diagnosis.engine import words
 from diagnosis.engine.blame import Blame
-from diagnosis.engine.lanes import Lanes
+from diagnosis.engine.lanes import Lanes, Longs, by_kind
 from diagnosis.engine.network import Guilty, find_guilty, nic_of
 from diagnosis.engine.patterns import Pattern, Patterns
 from diagnosis.engine.slowness import Slowness, loss_per_step_ms
@@ -24,6 +25,9 @@ HOST_CAUSES = ("storage_stall", "host_contention")
 FROM_HOST = ("dataloader_starvation", "storage_stall", "host_contention", "")
 NODE_PART_MIN = 0.75
 NEARLY_ALL = 0.8
+CONFIRMED = 0.3
+UNEVEN_MIN = 0.03
+UNEVEN_GROWTH = 3.0
 
 
 class _Case:
@@ -65,7 +69,10 @@ def decide(lanes: Lanes, slow: Slowness, blame: Blame, limits: Thresholds, unsee
     if network and max(float(slow.transfer_part[comm]) for comm in blame.comms) >= NEARLY_ALL:
         # The network explains the loss: a rank that explains little of it, and for no reason, is noise.
         own = [c for c in own if c.cause != "unknown"]
-        blame.ranks = blame.ranks if own else []
+    if not own:
+        blame.ranks = []
+    if not own and not network and (blame.everybody >= limits.blame_share_min or _uneven(slow)):
+        return _nobody(case, blame)
     class_ = _class_of(blame)
     culprits = own + network
     if class_ is None:
@@ -97,7 +104,14 @@ def _nobody(case: _Case, blame: Blame) -> Verdict:
     slow, limits = case.slow, case.limits
     changed = blame.everybody >= limits.blame_share_min
     culprits = []
-    if changed:
+    if (blame.imbalance or _uneven(slow)) and not changed:
+        text = "ranks of the same role need more unlike times of their own than they did"
+        if blame.imbalance:
+            text = f"all ranks of {len(blame.roles)} of {len(set(slow.role.tolist()))} roles have become slower alike"
+        case.evidence.append(EvidenceItem(kind="own_time", text=text))
+        culprits = [Culprit(kind="job", cause="workload_imbalance", domain="workload", confidence=0.7)]
+        action = Action(kind="notify")
+    elif changed:
         text = f"all ranks' own time grew alike and explains {100 * min(blame.everybody, 1):.0f} % of the loss"
         case.evidence.append(EvidenceItem(kind="own_time", text=text, value=round(blame.everybody, 2)))
         culprits = [Culprit(kind="job", cause="workload_change", domain="workload", confidence=0.8)]
@@ -118,21 +132,51 @@ def _nobody(case: _Case, blame: Blame) -> Verdict:
     )
 
 
+def _uneven(slow: Slowness) -> bool:
+    """Whether own times of peers lie much further apart than they did at baseline, with nobody standing out."""
+    if not slow.compared:
+        return False
+    now, base = (_spread(own, slow.role) for own in (slow.own_ms, slow.own_base_ms))
+    return now >= UNEVEN_MIN and now >= UNEVEN_GROWTH * base
+
+
+def _spread(own: Floats, role: Longs) -> float:
+    """Relative spread of own times around their role's median, over all ranks."""
+    apart = np.full(len(own), np.nan)
+    for members in by_kind(np.arange(len(role)), role):
+        told = members[np.isfinite(own[members]) & (own[members] > 0)]
+        if len(told):
+            apart[told] = np.abs(own[told] / np.median(own[told]) - 1)
+    apart = apart[np.isfinite(apart)]
+    return float(np.median(apart)) if len(apart) else 0.0
+
+
 # -- own time --------------------------------------------------------------------------------------------------------
 
 
 def _own_time(case: _Case, blame: Blame) -> list[Culprit]:
-    culprits, done = [], set()
+    culprits: list[Culprit] = []
+    done: set[int] = set()
     for rank in blame.ranks:
         if rank in done:
             continue
         together = _whole_node(case, rank, blame)
-        if together:
-            done |= set(together)
-            culprits.append(_of_node(case, together, blame))
-        else:
-            culprits.append(_of_rank(case, rank, blame))
+        done |= set(together)
+        culprit = _of_node(case, together, blame) if together else _of_rank(case, rank, blame)
+        if culprit.cause == "unknown" and (case.slow.role[rank] in blame.roles or _refuted(case, rank, blame)):
+            continue
+        culprits.append(culprit)
+    blame.imbalance = bool(blame.roles) and not culprits
     return culprits
+
+
+def _refuted(case: _Case, rank: int, blame: Blame) -> bool:
+    """Whether the profile says that a rank's functions take as long as its peers', unless nobody is slower than it."""
+    if case.patterns is None or rank == blame.ranks[0]:
+        return False
+    pattern = case.patterns.of(rank, set(blame.ranks))
+    grown_ms = case.slow.excess_ms[rank] * case.slow.units_per_step[rank]
+    return pattern is not None and pattern.grown_ms < CONFIRMED * grown_ms
 
 
 def _whole_node(case: _Case, rank: int, blame: Blame) -> list[int]:

@@ -10,8 +10,8 @@ communicator). With w the rounds of a lane per round of the rank's busiest lane 
     lost       = unit now - unit at baseline
 
 excess_r / lost and w * transfer excess / lost are the parts of the loss that a rank or a communicator explains
-(CCL-D's P towards 1, or towards 0, but per suspect and additive). Ranks are centred on the peers of their own role:
-when all of them have slowed alike it is the job that changed and not a rank.
+(CCL-D's P towards 1, or towards 0, but per suspect and additive). What all ranks' own times have grown by alike is
+taken off first: that is the job's change and no rank's.
 
 *Which samples.* The rate of rounds needs no duration and is told at every fidelity. Its course over the samples gives
 the baseline (the leading samples that are alike) and the incident (the trailing ones). Where durations have no
@@ -40,7 +40,7 @@ class Slowness:
     """Measurements. `ratio`: unit now over unit at baseline (NaN unknown).
 
     Per rank (W,), in ms per unit: `unit_ms`, `lost_ms`, `own_ms`, `own_base_ms`, `excess_ms` (centred), `noise_ms` (one
-    sigma of it), `common_ms` (excess that the whole role shares); and `units_per_step`. Per communicator (C,):
+    sigma of it), `common_ms` (growth that all share); and `units_per_step`. Per communicator (C,):
     `transfer_ms`, `transfer_base_ms`, `transfer_excess_ms`, `transfer_part` (of its members' loss). `compared`: ranks
     were compared with themselves at baseline rather than with peers only.
     """
@@ -79,8 +79,8 @@ def measure(lanes: Lanes) -> Slowness:
     own_base = _own(lanes, base, weight) * _levelled(unit_base, role)
     compared = bool(np.isfinite(own_base).sum() > 0.5 * np.isfinite(own_now).sum())
     raw = own_now - own_base if compared else own_now
-    common = _common(raw, role)
-    excess = raw - np.where(compared, np.maximum(common, 0.0), common)
+    common = own_base * max(0.0, _quantile(raw / own_base)) if compared else _common(raw, role)
+    excess = raw - common
     if not base_frames.any() and np.isfinite(excess).any():  # one sample: what the slowest rank costs the others
         lost = np.full(lanes.world, max(0.0, float(np.nanmax(excess))))
         ratio = _ratio(unit_now, np.maximum(unit_now - lost, 0.0))
@@ -279,6 +279,11 @@ def _waits(lanes: Lanes, now: Means, weight: Floats) -> Floats:
     wait = lanes.over_lanes_of_rank(np.where(told, weight * np.nan_to_num(now.dur_ms), 0.0), np.add, 0.0)
     known = lanes.over_lanes_of_rank(told.astype(np.float64), np.maximum, 0.0) > 0
     return np.where(known, wait, np.nan)
+
+
+def _quantile(values: Floats) -> float:
+    told = values[np.isfinite(values)]
+    return float(np.quantile(told, COMMON_QUANTILE)) if len(told) else 0.0
 
 
 def _common(values: Floats, role: Longs) -> Floats:

@@ -16,7 +16,7 @@ import numpy as np
 
 from diagnosis.engine.graph.draft import MAY_WAIT_FOR, STANDS_IN, WAITS_FOR, node_id
 from diagnosis.engine.graph.sheet import CHAIN, COMMS_MAX, COMMS_PER_RANK_MAX, CULPRITS_MAX, Sheet
-from diagnosis.engine.graph.waits import Round, WaitGraph
+from diagnosis.engine.graph.waits import Round, RoundKey, WaitGraph
 from diagnosis.engine.waits import Stall
 
 MISSING_NAMED_MAX: Final = 3
@@ -34,17 +34,23 @@ class HangDrawing:
         stopped = {rank for rank in guilty if node_id("rank", rank) in sheet.draft.graph}
         self._accused = set(stall.divergent) | stall.entered | stopped
         self._waits = WaitGraph(sheet.lanes, stall, self._accused)
-        self._done: set[tuple[int, int | None]] = set()
+        self._done: set[RoundKey] = set()
+        self._broken: dict[RoundKey, list[str]] = {}
 
     def draw(self) -> None:
         """All rounds that matter, most telling first."""
         sheet, stall = self._sheet, self._stall
+        rounds: list[Round] = []
         for culprit, anchor in sheet.anchors():
-            if culprit.rank is None or anchor != node_id("rank", culprit.rank):
-                self._broke_inside(culprit.rank, anchor)
+            if culprit.rank is not None and anchor == node_id("rank", culprit.rank):
+                rounds += self._waits.behind(culprit.rank)[:COMMS_PER_RANK_MAX]
                 continue
-            for round_ in self._waits.behind(culprit.rank)[:COMMS_PER_RANK_MAX]:
-                self._round(round_)
+            broken = self._broke_inside(culprit.rank)
+            rounds += broken[:COMMS_PER_RANK_MAX]
+            for round_ in broken:
+                self._broken.setdefault(round_.key, []).append(anchor)
+        for round_ in rounds:
+            self._round(round_)
         if not sheet.shown:
             for comm in [*stall.innermost, *stall.undecided][:COMMS_PER_RANK_MAX]:
                 self._round(self._waits.collective(comm))
@@ -63,25 +69,26 @@ class HangDrawing:
             self._round(round_)
 
     def _blocking(self, rank: int) -> list[Round]:
-        """The rounds that a rank stands in and somebody is missing from; those that only waiters miss come last."""
-        rounds = [round_ for round_ in self._waits.inside(rank) if len(round_.missing) or len(round_.silent)]
+        """The rounds that a rank stands in and that do not end by themselves; those that only waiters miss come last."""
+        broken = {*self._broken, *((comm, None) for comm in self._stall.innermost)}
+        rounds = self._waits.inside(rank)
+        rounds = [of for of in rounds if len(of.missing) or len(of.silent) or of.key in broken]
         return sorted(rounds, key=lambda round_: len(round_.missing) > 0 and not self._ends(int(round_.missing[0])))
 
     def _ends(self, rank: int) -> bool:
         """Whether waiting ends at a rank."""
         return rank in self._accused or not self._stall.waiting[rank]
 
-    def _round(self, round_: Round, broken: str | None = None) -> bool:
-        """One round with those who wait in it and those they wait for, or what is broken instead of these.
+    def _round(self, round_: Round) -> bool:
+        """One round with those who wait in it and what they wait for: what broke, else who is missing.
 
         False where there is no room for it.
         """
-        key = (round_.comm, round_.receiver)
-        if key in self._done:
+        if round_.key in self._done:
             return True
         if len(self._done) >= COMMS_MAX or not len(round_.waiters):
             return False
-        self._done.add(key)
+        self._done.add(round_.key)
         sheet, waiters = self._sheet, round_.waiters
         if round_.receiver is None:
             missing = f", {len(round_.missing):,} did not enter" if len(round_.missing) else ""
@@ -96,10 +103,10 @@ class HangDrawing:
             self._join(rank, round_)
         longest = float(round_.waited_s[0])
         sheet.crowd(comm, len(waiters) - len(named), WAITS_FOR, longest, "s")
-        if broken is None:
-            self._waited_for(round_, comm)
-        else:
+        for broken in self._broken.get(round_.key, ()):
             sheet.draft.link(comm, broken, WAITS_FOR, longest, "s")
+        if round_.key not in self._broken:
+            self._waited_for(round_, comm)
         return True
 
     def _waited_for(self, round_: Round, comm: str) -> None:
@@ -142,13 +149,12 @@ class HangDrawing:
                 return True
         return False
 
-    def _broke_inside(self, rank: int | None, anchor: str) -> None:
-        """What broke inside rounds that all have entered: they wait for it."""
+    def _broke_inside(self, rank: int | None) -> list[Round]:
+        """The rounds that all have entered and that wait for what broke: near a rank, or anywhere."""
         comms = set(self._stall.innermost)
         comms = comms if rank is None else comms & set(self._sheet.comms_of(rank))
         rounds = [self._waits.collective(comm) for comm in sorted(comms)]
         if not rounds and rank is not None:
             rounds = [round_ for round_ in self._waits.behind(rank) if round_.receiver is not None]
             rounds += self._waits.inside(rank)
-        for round_ in rounds[:COMMS_PER_RANK_MAX]:
-            self._round(round_, anchor)
+        return rounds

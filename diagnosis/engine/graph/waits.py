@@ -17,6 +17,7 @@ from diagnosis.engine.lanes import Lanes, Longs
 from diagnosis.engine.waits import Stall
 
 TRANSFERS_MAX: Final = 16
+RoundKey = tuple[int, int | None]
 _NOBODY: Final = np.empty(0, np.int32)
 
 
@@ -34,6 +35,11 @@ class Round:
     waited_s: Floats
     missing: Ints
     silent: Ints
+
+    @property
+    def key(self) -> RoundKey:
+        """What tells it from others."""
+        return self.comm, self.receiver
 
     def waited(self, rank: int) -> float:
         """For how long a rank has waited in it, NaN not told."""
