@@ -4,6 +4,7 @@
 #   make test                      linters, then all tests but the long ones
 #   make lint                      linters alone
 #   make bench                     benchmarks; they print figures and judge nothing
+#                                  (accuracy: a sample; `python -m tests.bench.bench_accuracy --part all` is all of it)
 #   make acceptance                long runs and repeats; as root also a fresh Debian
 #   make clean                     removes what the others made, .venv too
 FAULT ?= s1

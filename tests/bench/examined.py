@@ -61,7 +61,8 @@ class Score:
 class Row:
     """A drill with its grade. `class_`: of the truth ("job-wide", "no fault" where it has none); `place`: what is
     guilty ("" nobody); `said`: cause of the first culprit ("nobody"); `somebody`: a place was named; `lost`: share of
-    the step that the fault really cost; `failed`: what went wrong where there is no verdict."""
+    the step that the fault really cost; `to_drain`, `drained`: a drain is right, and exactly the guilty nodes would be
+    drained; `failed`: what went wrong where there is no verdict."""
 
     task: Task
     kind: str = ""
@@ -73,6 +74,8 @@ class Row:
     said: str = ""
     somebody: bool = False
     lost: float = np.nan
+    to_drain: bool = False
+    drained: bool = False
     grade: Grade | None = None
     scores: tuple[tuple[str, Score], ...] = ()
     failed: str = ""
@@ -105,6 +108,8 @@ def examine(task: Task) -> Row:
         said=culprits[0].cause if culprits else "nobody",
         somebody=any(culprit.kind in PLACED for culprit in culprits),
         lost=_lost(drill),
+        to_drain=truth["action"] == "drain",
+        drained=set(done.verdict.action.nodes) == set(truth["nodes"]),
         grade=done.grade,
         scores=tuple(scores),
     )

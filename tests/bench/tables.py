@@ -48,6 +48,7 @@ def _line(name: str, rows: Sequence[Row]) -> list[str]:
     graded = judged(rows)
     count = len(graded)
     located = sum(grade.located for _, grade in graded)
+    wanted = [row for row, _ in graded if row.to_drain]
     return [
         name,
         str(count),
@@ -56,11 +57,12 @@ def _line(name: str, rows: Sequence[Row]) -> list[str]:
         share(sum(grade.class_ok for _, grade in graded), count),
         share(sum(grade.cause for _, grade in graded), count),
         share(sum(grade.abstained for _, grade in graded), count),
+        f"{sum(row.drained for row in wanted)} of {len(wanted)}" if wanted else "-",
         str(sum(bool(grade.false_drain) for _, grade in graded)),
     ]
 
 
-HEAD: Final = ("", "drills", "located", "95 % interval", "class", "cause", "abstained", "false drains")
+HEAD: Final = ("", "drills", "located", "95 % interval", "class", "cause", "abstained", "drained", "false drains")
 
 
 def by_class(rows: Sequence[Row]) -> str:
