@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import io
 import tarfile
-from collections.abc import Collection
+import time
+from collections.abc import Callable, Collection
 from typing import Final
 
 import numpy as np
@@ -32,6 +33,7 @@ ROWS_MAX: Final = 50_000
 takes about a second at most."""
 UNPACKED_BYTES_MAX: Final = 60 << 20
 """Below what the reader unpacks whatever the ratio."""
+PAUSE_FACTOR: Final = 10.0
 SUSPECTS_MAX: Final = 64
 SUSPECTS_OF_NOBODY: Final = 8
 _log = structlog.get_logger("captures")
@@ -43,6 +45,7 @@ class Captures:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._packing = asyncio.Lock()
+        self._rested_at = 0.0
 
     async def keep(self, number: str, inputs: Incident, verdict: Verdict, at: float) -> None:
         """Keep what the newest verdict on an incident was given on, instead of what was kept before.
@@ -59,18 +62,23 @@ class Captures:
         """The bundle of an incident. None: there is none."""
         return await self._store.inputs(number)
 
-    async def of_job(self, registry: Registry, job_id: int, now: float) -> bytes | None:
-        """A watched job as it is now, its newest attempt. None: it is not watched. One is made at a time.
+    async def of_job(self, registry: Registry, job_id: int, now: Callable[[], float]) -> bytes | None:
+        """A watched job as it is now, its newest attempt. None: it is not watched.
+
+        Anybody may ask, and laying out a large job holds up the loop: one is made at a time, and what it took is paid
+        back by a pause of `PAUSE_FACTOR` times that before the next.
 
         Raises: AgentFault (reason `limits`: the job tells more than a bundle may hold).
         """
         async with self._packing:
+            await asyncio.sleep(max(0.0, self._rested_at - time.monotonic()))
             restart = max((restart for known, restart in registry.histories if known == job_id), default=None)
             if restart is None:
                 return None
-            inputs = incident_of(registry.histories[job_id, restart], registry.gpus(now), now)
-            suspects = suspects_of(judge(inputs), inputs)
-            return await asyncio.to_thread(pack, f"job-{job_id}", inputs, suspects)
+            began = time.monotonic()
+            inputs = incident_of(registry.histories[job_id, restart], registry.gpus(now()), now())
+            self._rested_at = time.monotonic() + PAUSE_FACTOR * (time.monotonic() - began)
+            return await asyncio.to_thread(_judge_and_pack, f"job-{job_id}", inputs)
 
 
 def suspects_of(verdict: Verdict, inputs: Incident) -> list[int]:
@@ -80,6 +88,10 @@ def suspects_of(verdict: Verdict, inputs: Incident) -> list[int]:
     on_nodes = np.flatnonzero(np.isin(inputs.job.node, [at for at, name in node_of.items() if name in blamed]))
     named = {culprit.rank for culprit in verdict.culprits if culprit.rank is not None} | set(on_nodes.tolist())
     return sorted(named)[:SUSPECTS_MAX] or list(range(min(SUSPECTS_OF_NOBODY, inputs.job.world_size)))
+
+
+def _judge_and_pack(folder: str, inputs: Incident) -> bytes:
+    return pack(folder, inputs, suspects_of(judge(inputs), inputs))
 
 
 def pack(folder: str, inputs: Incident, suspects: Collection[int]) -> bytes:

@@ -102,7 +102,7 @@ class ControlApp:
         job_id = request.path_params["job_id"]
         if not (job_id.isascii() and job_id.isdecimal() and len(job_id) <= _JOB_ID_DIGITS_MAX):
             raise HTTPException(400, "a job's id is a number")
-        made = await self._captures.of_job(self._registry, int(job_id), self._clock())
+        made = await self._captures.of_job(self._registry, int(job_id), self._clock)
         return _archive(made, f"job {job_id} is not watched now")
 
     async def _do_pause(self, request: Request) -> Response:
