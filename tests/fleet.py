@@ -68,7 +68,11 @@ def _frames(world: int, dp: int, random: np.random.Generator, fault: Fault) -> F
     shape = (world, 2, LANES)
     ranks = np.arange(world, dtype=np.int32)
     comm = np.stack(
-        [ranks // GPUS, world // GPUS + ranks // (GPUS * dp) * GPUS + ranks % GPUS, np.full(world, world // GPUS * 2)],
+        [
+            ranks // GPUS,
+            world // GPUS + ranks // (GPUS * dp) * GPUS + ranks % GPUS,
+            np.full(world, world // GPUS + world // dp),
+        ],
         axis=1,
     ).astype(np.int32)
     factor = np.ones((world, 2))
