@@ -59,6 +59,7 @@ class HangDrawing:
         for rank in stall.silent[:CULPRITS_MAX]:
             for round_ in self._waits.behind(rank)[:COMMS_PER_RANK_MAX]:
                 self._round(round_)
+        sheet.join(WAITS_FOR, "s")
         waiting = stall.waiting.copy()
         waiting[sheet.guilty] = False
         sheet.far(int(waiting.sum()), WAITS_FOR)
@@ -69,7 +70,7 @@ class HangDrawing:
             self._round(round_)
 
     def _blocking(self, rank: int) -> list[Round]:
-        """The rounds that a rank stands in and that do not end by themselves; those that only waiters miss come last."""
+        """The rounds that hold up a rank; those that only ranks are missing from who wait themselves come last."""
         broken = {*self._broken, *((comm, None) for comm in self._stall.innermost)}
         rounds = self._waits.inside(rank)
         rounds = [of for of in rounds if len(of.missing) or len(of.silent) or of.key in broken]
@@ -96,13 +97,9 @@ class HangDrawing:
         else:
             detail = f"rank {round_.receiver} receives"
         comm = sheet.comm(round_.comm, detail, round_.receiver)
-        sheet.holds_up(waiters)
-        named = sheet.by_name(waiters).tolist()
-        for rank in named:
+        for rank in sheet.suffer(comm, waiters, round_.waited_s).tolist():
             sheet.victim(rank, self._since(round_, rank))
-            self._join(rank, round_)
         longest = float(round_.waited_s[0])
-        sheet.crowd(comm, len(waiters) - len(named), WAITS_FOR, longest, "s")
         for broken in self._broken.get(round_.key, ()):
             sheet.draft.link(comm, broken, WAITS_FOR, longest, "s")
         if round_.key not in self._broken:
@@ -123,11 +120,6 @@ class HangDrawing:
         waited = round_.waited(rank)
         return f"has waited {waited:,.0f} s" if np.isfinite(waited) else ""
 
-    def _join(self, rank: int, round_: Round) -> None:
-        """The link of a rank into the round that it waits in."""
-        comm = self._sheet.comm(round_.comm, receiver=round_.receiver)
-        self._sheet.draft.link(node_id("rank", rank), comm, WAITS_FOR, round_.waited(rank), "s")
-
     def _missing(self, rank: int) -> bool:
         """Draw somebody who is waited for: where waiting ends, or a rank that waits elsewhere, with where that is.
 
@@ -145,7 +137,6 @@ class HangDrawing:
         for round_ in self._blocking(rank)[:1]:
             if self._round(round_):
                 sheet.victim(rank, self._since(round_, rank), CHAIN)
-                self._join(rank, round_)
                 return True
         return False
 

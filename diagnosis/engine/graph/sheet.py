@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Final
 
 import numpy as np
 
-from diagnosis.contracts.incident import Ints
+from diagnosis.contracts.incident import Floats, Ints
 from diagnosis.contracts.verdict import Culprit
 from diagnosis.engine.graph.draft import Draft, more_ranks, node_id, others_of
 from diagnosis.engine.graph.hardware import Hardware
@@ -35,6 +36,8 @@ class Sheet:
         self.guilty = np.array(sorted({c.rank for c in culprits if c.rank is not None}), np.int64)
         self._held_up = np.zeros(self.lanes.world, np.bool_)
         self._drawn = np.zeros(self.lanes.comms, np.bool_)
+        self._victims: set[int] = set()
+        self._groups: list[tuple[str, Ints, Floats]] = []
         self._anchors: list[tuple[Culprit, str]] = []
 
     def anchors(self) -> list[tuple[Culprit, str]]:
@@ -58,6 +61,7 @@ class Sheet:
     def victim(self, rank: int, detail: str, importance: int = NAMED) -> str:
         """A rank that suffers."""
         key = node_id("rank", rank)
+        self._victims.add(rank)
         details = [detail] if key in self.draft.graph else [self.hardware.place(rank), detail]
         return self.draft.add(key, "rank", "victim", f"rank {rank}", details, importance=importance)
 
@@ -71,20 +75,32 @@ class Sheet:
         label = f"communicator {of.ids[comm]}"
         return self.draft.add(key, "communicator", "between", label, [kind, detail], importance=BETWEEN)
 
-    def holds_up(self, ranks: Ints) -> None:
-        """Note ranks that suffer directly, drawn or not."""
+    def suffer(self, comm: str, ranks: Ints, weights: Floats) -> Ints:
+        """Note all ranks that suffer in a drawn communicator, and with which weight; those to draw by name.
+
+        The first come first. All but one are never drawn: the last is then drawn too.
+        """
         self._held_up[ranks] = True
+        self._groups.append((comm, ranks, weights))
+        return ranks if len(ranks) == VICTIMS_NAMED_MAX + 1 else ranks[:VICTIMS_NAMED_MAX]
 
-    def by_name(self, victims: Ints) -> Ints:
-        """Those of a communicator's victims that are drawn one by one; never all but one."""
-        return victims if len(victims) == VICTIMS_NAMED_MAX + 1 else victims[:VICTIMS_NAMED_MAX]
+    def join(self, kind: str, unit: str, apart: Collection[int] = ()) -> None:
+        """Link every drawn victim with all communicators that it suffers in; the rest of these are one crowd each.
 
-    def crowd(self, comm: str, count: int, kind: str, weight: float | None, unit: str | None) -> None:
-        """The victims in a communicator that are not drawn one by one."""
-        if count > 0:
-            key = others_of(comm)
-            self.draft.add(key, "rank", "victim", more_ranks(count), importance=CROWD, count=count)
-            self.draft.link(key, comm, kind, weight, unit)
+        `apart`: drawn ranks that others suffer from.
+        """
+        drawn, skipped = np.array(sorted(self._victims), np.int64), np.array(sorted(apart), np.int64)
+        for comm, ranks, weights in self._groups:
+            left = ~np.isin(ranks, skipped)
+            for at in np.flatnonzero(left & np.isin(ranks, drawn)):
+                self.draft.link(node_id("rank", ranks[at]), comm, kind, float(weights[at]), unit)
+                left[at] = False
+            rest = np.flatnonzero(left)
+            if len(rest):
+                label, count = more_ranks(len(rest)), len(rest)
+                crowd = self.draft.add(others_of(comm), "rank", "victim", label, importance=CROWD, count=count)
+                told = weights[rest][np.isfinite(weights[rest])]
+                self.draft.link(crowd, comm, kind, float(np.median(told)) if len(told) else None, unit)
 
     def far(self, total: int, kind: str) -> None:
         """All other victims of `total`: held up by those who are drawn, in communicators that are not."""

@@ -31,6 +31,7 @@ class SlowDrawing:
         self._blamed = blame.comms[:COMMS_BLAMED_MAX] if blame is not None else []
         named = blame.ranks if blame is not None else []
         self._named = np.array(sorted(named), np.int64)
+        self._unnamed: set[int] = set()
         self._done: set[int] = set()
 
     def draw(self) -> None:
@@ -50,6 +51,7 @@ class SlowDrawing:
         if not sheet.shown:
             for comm in self._blamed:
                 self._comm(comm)
+        sheet.join(DELAYED_BY, MS_PER_ROUND, self._unnamed)
         sheet.far(sheet.lanes.world - len(self._named), DELAYED_BY)
 
     def _straggler(self, culprit: Culprit, anchor: str) -> None:
@@ -74,6 +76,7 @@ class SlowDrawing:
         excess = np.nan_to_num(self._slow.excess_ms[ranks], nan=-np.inf)
         worst, most = int(ranks[int(excess.argmax())]), float(excess.max())
         if most > 0 and worst not in self._named:
+            self._unnamed.add(worst)
             self._sheet.victim(worst, "has the greatest own time here", CHAIN)
             self._sheet.draft.link(key, f"rank:{worst}", DELAYED_BY, most, MS_PER_ROUND)
 
@@ -100,13 +103,7 @@ class SlowDrawing:
         members = sheet.lanes.rank[sheet.lanes.of_comm(comm)]
         held = members[~np.isin(members, np.concatenate([self._named, sheet.guilty]))]
         held = held[np.argsort(-np.nan_to_num(slow.wait_ms[held]), kind="stable")]
-        sheet.holds_up(held)
-        named = sheet.by_name(held).tolist()
-        for rank in named:
+        for rank in sheet.suffer(key, held, slow.lost_ms[held]).tolist():
             waits = float(slow.wait_ms[rank])
-            victim = sheet.victim(rank, f"waits {waits:.1f} ms a round" if np.isfinite(waits) else "")
-            sheet.draft.link(victim, key, DELAYED_BY, float(slow.lost_ms[rank]), MS_PER_ROUND)
-        lost = slow.lost_ms[held]
-        typical = float(np.median(lost[np.isfinite(lost)])) if np.isfinite(lost).any() else np.nan
-        sheet.crowd(key, len(held) - len(named), DELAYED_BY, typical, MS_PER_ROUND)
+            sheet.victim(rank, f"waits {waits:.1f} ms a round" if np.isfinite(waits) else "")
         return key
