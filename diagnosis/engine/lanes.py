@@ -143,7 +143,7 @@ def lay_out(incident: Incident) -> Lanes:
         kind=_kinds(comms, sizes),
         order=order,
         by_rank=by_rank,
-        lane_of_row=_lane_of_row(row_rank, frames.comm, comm, order, by_rank),
+        lane_of_row=_lane_of_row(frames.frame, row_rank, frames.comm, comm, order, by_rank),
         nth=number - first,
         nth_last=last - 1 - number,
     )
@@ -162,11 +162,20 @@ def by_kind(values: Longs, kind: Longs) -> list[Longs]:
     return [values[part] for part in np.split(order, np.flatnonzero(np.diff(kind[order])) + 1) if len(part)]
 
 
-def _lane_of_row(row_rank: Ints, row_comm: Ints, lane_comm: Ints, order: Longs, by_rank: Longs) -> Longs:
-    """For each row its lane: try the rank's first lane for all rows at once, then its second, and so on."""
+def _lane_of_row(
+    row_frame: Ints, row_rank: Ints, row_comm: Ints, lane_comm: Ints, order: Longs, by_rank: Longs
+) -> Longs:
+    """For each row its lane: guess that a frame tells a rank's lanes in their order, else try all of the rank's."""
     found = np.full(len(row_rank), -1, np.int64)
+    if not len(order):
+        return found
     begin, end = by_rank[row_rank], by_rank[row_rank + 1]
-    open_rows = np.flatnonzero(end > begin)
+    new_frame = np.flatnonzero(np.diff(row_frame, prepend=-1))
+    nth = np.arange(len(row_rank)) - np.repeat(new_frame, np.diff(new_frame, append=len(row_rank)))
+    guess = order[np.minimum(begin + nth, len(order) - 1)]
+    right = (nth < end - begin) & (lane_comm[guess] == row_comm)
+    found[right] = guess[right]
+    open_rows = np.flatnonzero(~right & (end > begin))
     for step in range(min(LANES_TRIED_MAX, int((end - begin).max(initial=0)))):
         at = begin[open_rows] + step
         inside = at < end[open_rows]

@@ -91,11 +91,12 @@ class HangDrawing:
             return False
         self._done.add(round_.key)
         sheet, waiters = self._sheet, round_.waiters
-        if round_.receiver is None:
-            missing = f", {len(round_.missing):,} did not enter" if len(round_.missing) else ""
-            detail = f"{len(waiters):,} wait{'s' if len(waiters) == 1 else ''} inside{missing}"
-        else:
+        here, others = len(waiters), len(round_.missing)
+        detail = f"{here:,} wait{'s' if here == 1 else ''} inside"
+        if round_.receiver is not None:
             detail = f"rank {round_.receiver} receives"
+        elif others:
+            detail = f"{detail} for {others:,} other{'' if others == 1 else 's'}"
         comm = sheet.comm(round_.comm, detail, round_.receiver)
         for rank in sheet.suffer(comm, waiters, round_.waited_s).tolist():
             sheet.victim(rank, self._since(round_, rank))

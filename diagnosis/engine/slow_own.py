@@ -1,0 +1,188 @@
+"""Stragglers judged: what the rank or node whose own time grew suffers from, by fusion of witnesses.
+
+The job's own words (frames, summaries) are one witness however many they are: they say who, and what kind of
+trouble. Only what the node says of its hardware makes that a hardware fault, and only where it explains the loss: a
+throttled GPU under a rank that waits for its data loader is evidence of a throttled GPU and of nothing else.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from diagnosis.contracts.verdict import DOMAIN_OF_CAUSE, Culprit, EvidenceItem
+from diagnosis.engine import words
+from diagnosis.engine.blame import Blame
+from diagnosis.engine.network import nic_of
+from diagnosis.engine.patterns import Pattern
+from diagnosis.engine.slow_case import Case
+from diagnosis.engine.witnesses import Finding
+
+GPU_CAUSES = ("gpu_clock_throttle", "hbm_degraded", "gpu_fault", "pcie_degraded")
+HOST_CAUSES = ("storage_stall", "host_contention")
+FROM_HOST = ("dataloader_starvation", "storage_stall", "host_contention", "")
+NODE_PART_MIN = 0.75
+CONFIRMED = 0.3
+
+
+def find_own(case: Case, blame: Blame) -> list[Culprit]:
+    culprits: list[Culprit] = []
+    done: set[int] = set()
+    for rank in blame.ranks:
+        if rank in done:
+            continue
+        together = _whole_node(case, rank, blame)
+        done |= set(together)
+        culprit = _of_node(case, together, blame) if together else _of_rank(case, rank, blame)
+        if culprit.cause == "unknown" and (case.slow.role[rank] in blame.roles or _refuted(case, rank, blame)):
+            continue
+        culprits.append(culprit)
+    blame.imbalance = bool(blame.roles) and not culprits
+    return culprits
+
+
+def _refuted(case: Case, rank: int, blame: Blame) -> bool:
+    """Whether the profile says that a rank's functions take as long as its peers', unless nobody is slower than it."""
+    if case.patterns is None or rank == blame.ranks[0]:
+        return False
+    pattern = case.patterns.of(rank, set(blame.ranks))
+    grown_ms = case.slow.excess_ms[rank] * case.slow.units_per_step[rank]
+    return pattern is not None and pattern.grown_ms < CONFIRMED * grown_ms
+
+
+def _whole_node(case: Case, rank: int, blame: Blame) -> list[int]:
+    """The named ranks of this rank's node, when they are most of it and more than one; else nothing."""
+    node = case.job.node[rank]
+    if node < 0:
+        return []
+    mine = np.flatnonzero(case.job.node == node)
+    named = [int(r) for r in mine if int(r) in blame.part_of_rank]
+    whole = len(mine) > 1 and len(named) >= NODE_PART_MIN * len(mine) and len(mine) < case.lanes.world
+    return named if whole else []
+
+
+def _note_own(case: Case, rank: int, part: float) -> None:
+    slow = case.slow
+    base = slow.own_base_ms[rank]
+    text = (
+        f"rank {rank} spends {slow.own_ms[rank]:.1f} ms of its own a round"
+        f" ({base:.1f} ms {'at baseline' if slow.compared else 'for its peers'});"
+        f" that explains {100 * part:.0f} % of the loss"
+    )
+    case.evidence.append(EvidenceItem(kind="own_time", text=text, value=round(part, 2)))
+
+
+def _of_node(case: Case, ranks: list[int], blame: Blame) -> Culprit:
+    first = ranks[0]
+    node = case.job.node_names[case.job.node[first]]
+    _note_own(case, first, blame.part_of_rank[first])
+    text = f"{len(ranks)} ranks of {node} are late alike: {words.ranks(ranks)}"
+    case.evidence.append(EvidenceItem(kind="node", text=text))
+    pattern = _pattern(case, first, blame)
+    cause, confidence = _cause_of_host(case, node, pattern)
+    lost = blame.part_of_rank[first] * case.loss_ms
+    return Culprit(
+        kind="node",
+        node=node,
+        cause=cause,
+        domain=DOMAIN_OF_CAUSE[cause],
+        confidence=confidence,
+        lost_ms_per_step=round(lost, 1),
+    )
+
+
+def _pattern(case: Case, rank: int, blame: Blame) -> Pattern | None:
+    if case.patterns is None:
+        return None
+    pattern = case.patterns.of(rank, set(blame.ranks))
+    if pattern is not None and pattern.part > 0:
+        case.evidence.append(EvidenceItem(kind="pattern", text=f"rank {rank}: {pattern.text}"))
+    return pattern
+
+
+def _cause_of_host(case: Case, node: str, pattern: Pattern | None) -> tuple[str, float]:
+    """The cause where the trouble is on the host: what the host says, else what the job's functions say."""
+    said = [f for f in case.witnesses.of_node.get(node, ()) if f.cause in HOST_CAUSES and f.entity == ""]
+    hint = pattern.cause if pattern is not None else ""
+    if hint in ("gc_stall", "allocator_stall"):
+        return hint, 0.85
+    if hint in FROM_HOST and said:
+        order = sorted(said, key=lambda finding: HOST_CAUSES.index(finding.cause))
+        for finding in order:
+            case.cite(finding)
+        return order[0].cause, 0.93 if hint else 0.8
+    if hint in ("dataloader_starvation", "storage_stall"):
+        return hint, 0.85
+    for finding in said:
+        case.cite(finding)
+    if said:
+        return said[0].cause, 0.75
+    return "unknown", 0.5
+
+
+def _of_rank(case: Case, rank: int, blame: Blame) -> Culprit:
+    part = blame.part_of_rank[rank]
+    node, gpu, _ = nic_of(case.lanes, rank)
+    _note_own(case, rank, part)
+    pattern = _pattern(case, rank, blame)
+    kind, cause, confidence = "rank", "unknown", 0.6
+    said = _gpu_witness(case, rank, pattern) if node is not None else None
+    if said is not None:
+        kind, cause, confidence = "gpu", said.cause, 0.97 if pattern is not None else 0.93
+    elif node is not None and not (pattern is not None and pattern.cause in GPU_CAUSES):
+        cause, confidence = _cause_of_host(case, node, pattern)
+    return Culprit(
+        kind=kind,
+        rank=rank,
+        node=node,
+        gpu=gpu,
+        cause=cause,
+        domain=DOMAIN_OF_CAUSE[cause],
+        confidence=confidence,
+        lost_ms_per_step=round(part * case.loss_ms, 1),
+    )
+
+
+def _gpu_witness(case: Case, rank: int, pattern: Pattern | None) -> Finding | None:
+    """The finding about a rank's GPU that explains its excess, None where there is none. All are cited."""
+    node, gpu, _ = nic_of(case.lanes, rank)
+    if node is None or gpu is None:
+        return None
+    found = [f for f in case.witnesses.about(node, gpu, None) if f.cause in GPU_CAUSES and f.entity == gpu]
+    convicts = [finding for finding in found if _explains(case, rank, finding, pattern)]
+    for finding in found:
+        case.cite(finding, against=finding not in convicts)
+    if not found and _told(case, node, gpu):
+        text = f"GPU{gpu} of {node} says nothing unusual of itself"
+        case.evidence.append(EvidenceItem(kind="gpu", text=text, witness="nvml", against=True))
+    if pattern is not None and pattern.cause:
+        same = [finding for finding in convicts if finding.cause == pattern.cause]
+        convicts = same or convicts
+    return convicts[0] if convicts else None
+
+
+def _told(case: Case, node: str, gpu: int) -> bool:
+    """Whether NVML said anything about a GPU."""
+    nvml, names = case.lanes.incident.nvml, case.job.node_names
+    if nvml is None:
+        return False
+    return any(nvml.entity[row] == gpu for row in np.flatnonzero(nvml.node == names.index(node)))
+
+
+def _explains(case: Case, rank: int, finding: Finding, pattern: Pattern | None) -> bool:
+    """Whether a finding fits what the rank does. The summary's word counts most; else the size must fit."""
+    if pattern is not None and pattern.part > 0:
+        fits = {
+            "gpu_clock_throttle": ("gpu_clock_throttle", "hbm_degraded"),
+            "hbm_degraded": ("hbm_degraded",),
+            "pcie_degraded": ("pcie_degraded", "dataloader_starvation"),
+            "gpu_fault": ("hbm_degraded", "gpu_clock_throttle"),
+        }[finding.cause]
+        if pattern.cause and pattern.cause not in fits:
+            return False
+    if finding.cause != "gpu_clock_throttle":
+        return True
+    slow = case.slow
+    base = slow.own_base_ms[rank]
+    if not np.isfinite(base) or slow.excess_ms[rank] <= 0:
+        return True
+    return bool((finding.scale - 1) * base >= case.limits.clock_explains_min * slow.excess_ms[rank])
