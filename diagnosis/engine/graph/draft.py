@@ -16,6 +16,7 @@ SCHEMA: Final = "tocsin.graph/1"
 NODES_MAX: Final = 60
 ID_CHARS_MAX: Final = 300
 DETAILS_MAX: Final = 4
+CROWD: Final = "ranks:"
 WAITS_FOR: Final = "waits-for"
 DELAYED_BY: Final = "delayed-by"
 RUNS_ON: Final = "runs-on"
@@ -156,7 +157,7 @@ class Draft:
             return
         for comm in self.graph.successors(key):
             for other in self.graph.predecessors(comm):
-                if other != key and nodes[other]["role"] == "victim" and others_of(comm) == other:
+                if other != key and nodes[other]["role"] == "victim" and other.startswith(CROWD):
                     nodes[other]["count"] += nodes[key]["count"]
                     nodes[other]["label"] = more_ranks(nodes[other]["count"])
                     return
@@ -169,9 +170,9 @@ class Draft:
         return bool(self.graph.degree(key) == 0) and self.graph.nodes[key]["role"] != "culprit"
 
 
-def others_of(comm: str) -> str:
+def crowd_of(comm: str) -> str:
     """The id of the node for those victims in a communicator that are not shown one by one."""
-    return f"ranks:{comm}"
+    return f"{CROWD}{comm}"
 
 
 def more_ranks(count: int) -> str:

@@ -258,6 +258,11 @@ class Hardware:
                 name = summaries.operator_names[at]
                 detail = f"{grown[at]:,.1f} ms more a step than on its peers"
                 key = self._draft.add(
-                    node_id("function", name), "function", "finding", name, [detail], importance=FUNCTION
+                    node_id("function", f"{name} of rank {rank}"),
+                    "function",
+                    "finding",
+                    name,
+                    [detail],
+                    importance=FUNCTION,
                 )
                 self._draft.link(anchor, key, EXPLAINED_BY, float(grown[at]), "ms a step")

@@ -9,7 +9,7 @@ import numpy as np
 
 from diagnosis.contracts.incident import Floats, Ints
 from diagnosis.contracts.verdict import Culprit
-from diagnosis.engine.graph.draft import Draft, more_ranks, node_id, others_of
+from diagnosis.engine.graph.draft import Draft, crowd_of, more_ranks, node_id
 from diagnosis.engine.graph.hardware import Hardware
 from diagnosis.engine.lanes import Longs
 from diagnosis.engine.thresholds import Thresholds
@@ -89,6 +89,7 @@ class Sheet:
 
         `apart`: drawn ranks that others suffer from.
         """
+        crowds: dict[bytes, str] = {}
         drawn, skipped = np.array(sorted(self._victims), np.int64), np.array(sorted(apart), np.int64)
         for comm, ranks, weights in self._groups:
             left = ~np.isin(ranks, skipped)
@@ -97,8 +98,10 @@ class Sheet:
                 left[at] = False
             rest = np.flatnonzero(left)
             if len(rest):
+                # The same ranks in two communicators are one crowd.
+                crowd = crowds.setdefault(np.sort(ranks[rest]).tobytes(), crowd_of(comm))
                 label, count = more_ranks(len(rest)), len(rest)
-                crowd = self.draft.add(others_of(comm), "rank", "victim", label, importance=CROWD, count=count)
+                self.draft.add(crowd, "rank", "victim", label, importance=CROWD, count=count)
                 told = weights[rest][np.isfinite(weights[rest])]
                 self.draft.link(crowd, comm, kind, float(np.median(told)) if len(told) else None, unit)
 
