@@ -13,7 +13,14 @@ from tests.bench.baselines import Blamed, ccl_d, fastest_rank, z_score
 from tests.bench.examined import ENGINE, Task, examine
 from tests.judged import judge_drill
 
-SMALL: dict[str, Any] = {"world_max": 32, "effect": 0.4, "noise": 0.01, "missing": 0.0, "nulls": 0.0, "fidelity": "full"}
+SMALL: dict[str, Any] = {
+    "world_max": 32,
+    "effect": 0.4,
+    "noise": 0.01,
+    "missing": 0.0,
+    "nulls": 0.0,
+    "fidelity": "full",
+}
 
 
 def test_one_slow_gpu_is_found_by_all_methods() -> None:
