@@ -18,6 +18,7 @@ from diagnosis.engine.thresholds import Thresholds
 NEARLY_ALL = 0.8
 UNEVEN_MIN = 0.03
 UNEVEN_GROWTH = 3.0
+ALIKE_MAX = 0.03
 
 
 def decide(lanes: Lanes, slow: Slowness, blame: Blame, limits: Thresholds, unseen: list[str]) -> Verdict:
@@ -64,24 +65,15 @@ def _class_of(blame: Blame) -> str | None:
 
 def _nobody(case: Case, blame: Blame) -> Verdict:
     """The loss is nobody's own: the whole job changed, or the evidence does not say."""
-    slow, limits = case.slow, case.limits
-    changed = blame.everybody >= limits.blame_share_min
-    culprits = []
-    if (blame.imbalance or _uneven(slow)) and not changed:
-        text = "ranks of the same role need more unlike times of their own than they did"
-        if blame.imbalance:
-            text = f"all ranks of {len(blame.roles)} of {len(set(slow.role.tolist()))} roles have become slower alike"
+    slow = case.slow
+    want = "a profiling window of all ranks, round trips and NIC counters: no own time and no transfer explains it"
+    culprits, action = [], Action(kind="collect", collect=want)
+    job_wide = _job_wide(case, blame)
+    if job_wide is not None:
+        cause, confidence, text = job_wide
         case.evidence.append(EvidenceItem(kind="own_time", text=text))
-        culprits = [Culprit(kind="job", cause="workload_imbalance", domain="workload", confidence=0.7)]
+        culprits = [Culprit(kind="job", cause=cause, domain="workload", confidence=confidence)]
         action = Action(kind="notify")
-    elif changed:
-        text = f"all ranks' own time grew alike and explains {100 * min(blame.everybody, 1):.0f} % of the loss"
-        case.evidence.append(EvidenceItem(kind="own_time", text=text, value=round(blame.everybody, 2)))
-        culprits = [Culprit(kind="job", cause="workload_change", domain="workload", confidence=0.8)]
-        action = Action(kind="notify")
-    else:
-        want = "a profiling window of all ranks, round trips and NIC counters: no own time and no transfer explains it"
-        action = Action(kind="collect", collect=want)
     return Verdict(
         job_id=case.job.job_id,
         anomaly="slow",
@@ -95,12 +87,35 @@ def _nobody(case: Case, blame: Blame) -> Verdict:
     )
 
 
+def _job_wide(case: Case, blame: Blame) -> tuple[str, float, str] | None:
+    """Cause, confidence and words where the work itself has changed; None where that is not seen."""
+    slow = case.slow
+    if blame.everybody >= case.limits.blame_share_min:
+        part = 100 * min(blame.everybody, 1)
+        return "workload_change", 0.8, f"all ranks' own time grew alike and explains {part:.0f} % of the loss"
+    if blame.imbalance:
+        roles = f"{len(blame.roles)} of {len(set(slow.role.tolist()))} roles"
+        return "workload_imbalance", 0.7, f"all ranks of {roles} have become slower alike"
+    if _uneven(slow):
+        return "workload_imbalance", 0.7, "ranks of the same role need more unlike times of their own than they did"
+    if _alike(slow) and not blame.comms:
+        text = "no rank and no transfer stands out, and ranks of the same role need alike times of their own"
+        return "workload_change", 0.6, text
+    return None
+
+
 def _uneven(slow: Slowness) -> bool:
     """Whether own times of peers lie much further apart than they did at baseline, with nobody standing out."""
     if not slow.compared:
         return False
     now, base = (_spread(own, slow.role) for own in (slow.own_ms, slow.own_base_ms))
     return now >= UNEVEN_MIN and now >= UNEVEN_GROWTH * base
+
+
+def _alike(slow: Slowness) -> bool:
+    """Whether own times have no baseline, are told of nearly all ranks, and lie close together within each role."""
+    told = float(np.isfinite(slow.own_ms).mean())
+    return not slow.compared and told >= NEARLY_ALL and _spread(slow.own_ms, slow.role) <= ALIKE_MAX
 
 
 def _spread(own: Floats, role: Longs) -> float:
