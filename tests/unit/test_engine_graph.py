@@ -118,6 +118,15 @@ def test_victims_are_counted_each_once() -> None:
     assert [node.id for node in graph.nodes if node.role == "culprit"] == ["rank:77"]
 
 
+def test_the_same_victims_in_two_communicators_are_one_crowd() -> None:
+    analysis = analyse(job(8, dp=1, fault=Fault(slow=(3, 1.5))))
+    graph = explain(analysis)
+    assert graph.roots == ["rank:3"]
+    (crowd,) = (node for node in graph.nodes if node.count > 1)
+    assert crowd.count == 5
+    assert len({link.target for link in graph.links if link.source == crowd.id}) == 2
+
+
 def test_the_size_of_the_graph_does_not_grow_with_the_job() -> None:
     for fault in (Fault(stuck=700), Fault(slow=(700, 1.5))):
         sizes = [len(explain(analyse(job(world, dp=8, fault=fault))).nodes) for world in (1024, 16_384)]
