@@ -19,6 +19,7 @@ from diagnosis.engine.thresholds import Thresholds
 from diagnosis.engine.waits import Stall, find_stall
 
 UNSEEN_MAX = 32
+SLIGHT = 0.5
 DEFAULT = Thresholds()
 
 
@@ -57,14 +58,22 @@ def _analyse(incident: Incident, limits: Thresholds) -> Analysis:
     if stall is not None:
         return Analysis(hang_verdict.decide(lanes, stall, limits, unseen), lanes, stall=stall)
     slow = measure(lanes)
-    if np.isfinite(slow.ratio) and slow.ratio >= 1 + limits.slow_job_min:
+    if np.isfinite(slow.ratio) and slow.ratio >= 1 + SLIGHT * limits.slow_job_min:
         blame = attribute(lanes, slow, limits)
-        return Analysis(slow_verdict.decide(lanes, slow, blame, limits, unseen), lanes, slow=slow, blame=blame)
+        verdict = slow_verdict.decide(lanes, slow, blame, limits, unseen)
+        if slow.ratio >= 1 + limits.slow_job_min or _explained(verdict):
+            return Analysis(verdict, lanes, slow=slow, blame=blame)
     summary = "Nothing stands still and the job is as fast as it was."
     if not np.isfinite(slow.ratio):
         summary = "Nothing stands still; there is no earlier sample to compare the job's speed with."
     nothing = Verdict(job_id=incident.job.job_id, anomaly="none", summary=summary, unseen=unseen)
     return Analysis(nothing, lanes, slow=slow)
+
+
+def _explained(verdict: Verdict) -> bool:
+    """Whether all who are named are things with a cause: then a slight slow-down is believed as well."""
+    named = verdict.culprits
+    return bool(named) and all(culprit.kind != "job" and culprit.cause != "unknown" for culprit in named)
 
 
 def unseen_of(lanes: Lanes) -> list[str]:
