@@ -120,7 +120,8 @@ def trap_tasks(fidelity: str, first: int, count: int) -> list[Task]:
 def curve_tasks(name: str, fidelity: str, first: int, count: int) -> list[Task]:
     """The same seeds and kinds at every point."""
     kinds = SLOW if name in ("effect", "noise") else STUCK + SLOW
-    base: dict[str, Any] = {"effect": EFFECT, "noise": NOISE, "missing": 0.0, "nulls": 0.0, "fidelity": fidelity}
+    base: dict[str, Any] = {"effect": EFFECT, "noise": NOISE, "missing": 0.0, "nulls": 0.0, "world_max": 128}
+    base["fidelity"] = fidelity
     return [
         Task(first + at, kinds[at % len(kinds)], base | {name: value}, point=(name, value))
         for value in CURVES[name]
