@@ -75,9 +75,12 @@ def measure(lanes: Lanes) -> Slowness:
     ratio = _ratio(unit_now, unit_base)
     lost = np.maximum(unit_now - unit_now / ratio, 0.0)
     role = roles_of(lanes)
-    own_now = _own(lanes, now, weight) * _levelled(unit_now, role)
-    own_base = _own(lanes, base, weight) * _levelled(unit_base, role)
-    compared = bool(np.isfinite(own_base).sum() > 0.5 * np.isfinite(own_now).sum())
+    both = ~np.isnan(now.gap_ms) & ~np.isnan(base.gap_ms)
+    own_now, own_base = (_own(lanes, of, weight, both) for of in (now, base))
+    compared = bool(np.isfinite(own_base).sum() > 0.5 * np.isfinite(_own(lanes, now, weight)).sum())
+    if not compared:
+        own_now = _own(lanes, now, weight)
+    own_now, own_base = own_now * _levelled(unit_now, role), own_base * _levelled(unit_base, role)
     raw = own_now - own_base if compared else own_now
     common = own_base * max(0.0, _quantile(raw / own_base)) if compared else _common(raw, role)
     excess = raw - common
@@ -265,9 +268,9 @@ def _units_per_step(lanes: Lanes, done: Floats, busiest: Longs) -> Floats:
         return np.where(np.isfinite(rarest), unit / rarest, 1.0)
 
 
-def _own(lanes: Lanes, of: Means, weight: Floats) -> Floats:
-    """A rank's own time per unit (W,): NaN where no lane tells its gap."""
-    told = ~np.isnan(of.gap_ms)
+def _own(lanes: Lanes, of: Means, weight: Floats, told: Bools | None = None) -> Floats:
+    """A rank's own time per unit (W,), over the lanes of `told`, else all that tell it; NaN where none does."""
+    told = ~np.isnan(of.gap_ms) if told is None else told
     own = lanes.over_lanes_of_rank(np.where(told, weight * np.nan_to_num(of.gap_ms), 0.0), np.add, 0.0)
     known = lanes.over_lanes_of_rank(told.astype(np.float64), np.maximum, 0.0) > 0
     return np.where(known, own, np.nan)
