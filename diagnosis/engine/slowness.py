@@ -80,7 +80,9 @@ def measure(lanes: Lanes) -> Slowness:
     compared = bool(np.isfinite(own_base).sum() > 0.5 * np.isfinite(_own(lanes, now, weight)).sum())
     if not compared:
         own_now = _own(lanes, now, weight)
-    own_now, own_base = own_now * _levelled(unit_now, role), own_base * _levelled(unit_base, role)
+    tiled_now = _tiled(lanes, now, weight)
+    own_now = own_now * _levelled(np.where(np.isfinite(tiled_now), tiled_now, unit_now), role)
+    own_base = own_base * _levelled(unit_base, role)
     raw = own_now - own_base if compared else own_now
     common = own_base * max(0.0, _quantile(raw / own_base)) if compared else _common(raw, role)
     excess = raw - common
