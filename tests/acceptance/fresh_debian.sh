@@ -1,7 +1,7 @@
 #!/bin/bash
 # Proves that a newcomer's machine is enough: a fresh minbase Debian 12, a clean clone, `make demo`.
 #
-#     tests/acceptance/fresh_debian.sh [s1] [h1] [none] [install]      as root, with debootstrap; default: s1 h1 none
+#     tests/acceptance/fresh_debian.sh [s1] [h1] [h2] [none] [install]   as root, with debootstrap; default: s1 h1 h2 none
 #
 # `install` stops after the install step. The Debian lies in a directory that is removed at the end. Its mounts and
 # processes live in mount and process namespaces of their own, so nothing outlives this script, `kill -9` included.
@@ -127,5 +127,5 @@ inside() {
 
 case ${1:-} in
 --inside) shift && inside "$@" ;;
-*) if [ $# -gt 0 ]; then outside "$@"; else outside s1 h1 none; fi ;;
+*) if [ $# -gt 0 ]; then outside "$@"; else outside s1 h1 h2 none; fi ;;
 esac
