@@ -309,10 +309,13 @@ def _frames(history: JobHistory, rows: _Rows) -> Frames:
 
 
 def _operation(member: MemberNow) -> str:
-    """The operation of a member's open round as text, "" where it is not told or lies behind others."""
+    """The operation of a member's open round as text, "" where it is not told or lies behind others.
+
+    The probe's hash over all that must agree (type, reduction, root) stands where the type of the elements would.
+    """
     if member.signature is None or member.seq != member.done_seq + 1:
         return ""
-    return f"{_OPS.get(member.op, 'UNKNOWN')} of {member.count} (signature {member.signature:#x})"
+    return f"{_OPS.get(member.op, 'UNKNOWN')} hash:{member.signature:#x} {member.count}"
 
 
 def _nvml(gpus: GpusOfNode, names: tuple[str, ...]) -> HealthTable:

@@ -92,7 +92,7 @@ def test_a_slow_rank_without_a_hardware_witness_is_named_and_told_and_nothing_is
     with _slow(stack, job, throttled=False):
         incident = stack.wait_incident(job, 60)
         assert [culprit["rank"] for culprit in incident["verdict"]["culprits"]] == [CULPRIT]
-        assert incident["verdict"]["action"]["kind"] == "notify"
+        assert incident["verdict"]["action"]["kind"] == "collect"
         (post,) = stack.chat.wait(1)
         assert isinstance(post.body, dict) and f"rank {CULPRIT}" in post.body["text"]
     assert lab.drain_reasons() == {}
