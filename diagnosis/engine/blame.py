@@ -23,10 +23,10 @@ WHOLE_ROLE = 0.9
 
 @dataclass(slots=True)
 class Blame:
-    """`ranks` by excess, `comms` by part explained, most guilty first. `own_part`, `transfer_part`: parts of the loss.
+    """`ranks` by excess, `comms` by part of the loss explained, most guilty first; `part_of_rank`: that of each rank.
 
-    `everybody`: the whole job's own time grew alike, by that part of the loss; `wide`: most networks of a kind grew
-    alike.
+    `roles`: roles that are named as a whole; `everybody`: the part of the loss by which all own times grew alike;
+    `imbalance`: whole roles grew and no witness says why.
     """
 
     ranks: list[int] = field(default_factory=list)
@@ -35,7 +35,6 @@ class Blame:
     roles: set[int] = field(default_factory=set)
     everybody: float = 0.0
     imbalance: bool = False
-    wide: bool = False
 
 
 def attribute(lanes: Lanes, slow: Slowness, limits: Thresholds) -> Blame:
@@ -82,14 +81,11 @@ def _name_comms(lanes: Lanes, slow: Slowness, limits: Thresholds, blame: Blame) 
     collective = comms.kind != Kind.P2P
     told = np.flatnonzero(np.isfinite(slow.transfer_excess_ms) & collective)
     named: list[int] = []
-    wide = False
     for here in by_kind(told, lanes.kind[told]):
         excess = slow.transfer_excess_ms[here]
         quiet = excess[~grown[here]]
         spread = MAD_TO_SIGMA * float(np.median(np.abs(quiet - np.median(quiet)))) if len(quiet) >= 3 else 0.0
         middle = float(np.median(quiet)) if len(quiet) >= 3 else 0.0
         chosen = here[grown[here] & (excess > middle + limits.rank_noise_factor * spread)]
-        wide |= len(here) >= 4 and len(chosen) >= 0.5 * len(here)
         named += [int(comm) for comm in chosen]
-    blame.wide = wide
     blame.comms = sorted(named, key=lambda comm: (-slow.transfer_part[comm], comm))[:NAMED_MAX]

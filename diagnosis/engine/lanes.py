@@ -107,18 +107,12 @@ class Now:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Means:
-    """Rounds of each lane over some samples (M,): `rounds` in `span_ms`, and per round `gap_ms`, `dur_ms`; NaN: not
-    told.
-
-    `dur_least_ms`: the shortest of them. `rate`: transfer steps a second.
-    """
+    """Rounds of each lane over some samples (M,): `rounds` in `span_ms`, and per round `gap_ms`, `dur_ms`; NaN: not told."""
 
     rounds: Floats
     span_ms: Floats
     gap_ms: Floats
     dur_ms: Floats
-    dur_least_ms: Floats
-    rate: Floats
 
 
 def lay_out(incident: Incident) -> Lanes:
@@ -252,22 +246,9 @@ def means(lanes: Lanes, chosen: Bools) -> Means:
         np.divide(summed, told_rounds, out=result, where=told_rounds > 0)
         return result
 
-    least = np.full(count, np.inf)
-    shortest = frames.dur_min_ms[rows]
-    told = ~np.isnan(shortest) & (rounds > 0)
-    np.minimum.at(least, lane[told], shortest[told])
-    rate = np.fmax(frames.send_rate[rows], frames.recv_rate[rows])
-    rated = ~np.isnan(rate)
     return Means(
         rounds=total(rounds),
         span_ms=total(np.nan_to_num(frames.window_ms[frames.frame[rows]])),
         gap_ms=per_round(frames.gap_ms),
         dur_ms=per_round(frames.dur_ms),
-        dur_least_ms=np.where(np.isinf(least), np.nan, least),
-        rate=np.divide(
-            total(np.where(rated, rate, 0.0)),
-            total(rated.astype(np.float64)),
-            out=np.full(count, np.nan),
-            where=total(rated.astype(np.float64)) > 0,
-        ),
     )
