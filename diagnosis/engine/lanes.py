@@ -107,7 +107,7 @@ class Now:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Means:
-    """Rounds of each lane over some samples (M,): `rounds` in `span_ms`, and per round `gap_ms`, `dur_ms`; NaN: not told."""
+    """Rounds of each lane over some samples (M,): `rounds` in `span_ms`, and per round `gap_ms` and `dur_ms` or NaN."""
 
     rounds: Floats
     span_ms: Floats
