@@ -105,7 +105,13 @@ def _in_tree(comm: int, ranks: Ints, send: Floats, usual: Floats) -> Cut:
         return Cut(comm, (), None, f"{len(least)} members of the tree did the same least part of their steps")
     at = int(least[0])
     words = f"rank {ranks[at]} sent {send[at]:.0f} of its usual {usual[at]:.0f} steps, the least part of all below it"
-    return Cut(comm, (int(ranks[at]),), None, words)
+    return Cut(comm, (int(ranks[at]),), None, words, _is_heap(usual) and _hears_children(at, send))
+
+
+def _hears_children(at: int, send: Floats) -> bool:
+    """Whether nobody beneath a position of the heap is silent: else it may be that one."""
+    children = [place for place in (2 * at + 1, 2 * at + 2) if place < len(send)]
+    return not np.isnan(send[children]).any() if children else True
 
 
 def _lowest(tied: Longs, usual: Floats) -> Longs:
@@ -115,13 +121,17 @@ def _lowest(tied: Longs, usual: Floats) -> Longs:
     shape is taken to be the heap (children of i: 2i + 1, 2i + 2) only if each member's usual steps fit its number of
     neighbours there.
     """
-    count = len(usual)
-    place = np.arange(count)
-    neighbours = (place > 0).astype(np.float64) + (2 * place + 1 < count) + (2 * place + 2 < count)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        unit = usual / neighbours
-    told = unit[np.isfinite(unit)]  # a silent member has no usual steps
-    if len(told) < max(2, count // 2) or told.max() > (1 + PART_CLEAR) * told.min():
+    if not _is_heap(usual):
         return tied
     parents = {(int(position) - 1) // 2 for position in tied if position > 0}
     return np.array([position for position in tied if int(position) not in parents], np.int64)
+
+
+def _is_heap(usual: Floats) -> bool:
+    """Whether usual steps fit the numbers of neighbours in a heap. A silent member has no usual steps."""
+    count = len(usual)
+    place = np.arange(count)
+    neighbours = (place > 0).astype(np.float64) + (2 * place + 1 < count) + (2 * place + 2 < count)
+    unit = usual / np.maximum(neighbours, 1)
+    told = unit[np.isfinite(unit)]
+    return len(told) >= max(2, count // 2) and bool(told.max() <= (1 + PART_CLEAR) * told.min())

@@ -33,7 +33,9 @@ def find_own(case: Case, blame: Blame) -> list[Culprit]:
         together = _whole_node(case, rank, blame)
         done |= set(together)
         culprit = _of_node(case, together, blame) if together else _of_rank(case, rank, blame)
-        if culprit.cause == "unknown" and (case.slow.role[rank] in blame.roles or _refuted(case, rank, blame)):
+        if culprit.cause == "unknown" and case.slow.role[rank] in blame.roles:
+            continue
+        if culprit.domain != "hardware" and _refuted(case, rank, blame):
             continue
         culprits.append(culprit)
     blame.imbalance = bool(blame.roles) and not culprits

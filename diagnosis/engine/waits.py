@@ -175,10 +175,16 @@ def _find_roots(lanes: Lanes, stall: Stall) -> None:
         _find_silent(lanes, stall, stalled & inside & ~someone_behind & waits_for_silent, unheard)
     still = stalled & inside & ~someone_behind & ~is_p2p
     stall.innermost = [int(comm) for comm in np.flatnonzero(still)][:NAMED_MAX]
-    if not stall.roots and not stall.innermost and not stall.silent:
-        standing = now.pending & ~_queued(lanes, now)
-        found = find_circle(lanes, standing, behind)
-        stall.circle, stall.divergent = found.ranks, found.odd
+    if not stall.roots and not stall.left and (stall.silent or not stall.innermost):
+        _find_circle(lanes, stall, behind)
+
+
+def _find_circle(lanes: Lanes, stall: Stall, behind: Bools) -> None:
+    """Who waits for each other. A circle that somebody is to blame for is seen, so it goes before what is unheard."""
+    found = find_circle(lanes, stall.now.pending & ~_queued(lanes, stall.now), behind)
+    stall.divergent = found.odd
+    if not stall.silent:
+        stall.circle = found.ranks
         stall.receivers = _receivers(lanes, stall)
 
 
