@@ -115,18 +115,20 @@ def _uneven(slow: Slowness) -> bool:
 def _alike(slow: Slowness) -> bool:
     """Whether own times have no baseline, are told of nearly all ranks, and lie close together within each role."""
     told = float(np.isfinite(slow.own_ms).mean())
-    return not slow.compared and told >= NEARLY_ALL and _spread(slow.own_ms, slow.role) <= ALIKE_MAX
+    if slow.compared or told < NEARLY_ALL:
+        return False
+    return _spread(slow.own_ms, slow.role) <= ALIKE_MAX and _spread(slow.own_ms, slow.role, 0.9) <= 3 * ALIKE_MAX
 
 
-def _spread(own: Floats, role: Longs) -> float:
-    """Relative spread of own times around their role's median, over all ranks."""
+def _spread(own: Floats, role: Longs, quantile: float = 0.5) -> float:
+    """A quantile, over all ranks, of how far own times lie from their role's median, as a part of it."""
     apart = np.full(len(own), np.nan)
     for members in by_kind(np.arange(len(role)), role):
         told = members[np.isfinite(own[members]) & (own[members] > 0)]
         if len(told):
             apart[told] = np.abs(own[told] / np.median(own[told]) - 1)
     apart = apart[np.isfinite(apart)]
-    return float(np.median(apart)) if len(apart) else 0.0
+    return float(np.quantile(apart, quantile)) if len(apart) else 0.0
 
 
 # -- network ---------------------------------------------------------------------------------------------------------

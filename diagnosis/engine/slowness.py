@@ -37,7 +37,8 @@ TAIL_QUANTILE = 0.05
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Slowness:
-    """Measurements. `ratio`: unit now over unit at baseline (NaN unknown).
+    """Measurements. `ratio`: unit now over unit at baseline (NaN unknown); `resolution`: by how much it may be off where
+    it was counted in rounds per window.
 
     Per rank (W,), in ms per unit: `unit_ms`, `lost_ms`, `own_ms`, `own_base_ms`, `excess_ms` (centred), `noise_ms` (one
     sigma of it), `common_ms` (growth that all share); and `units_per_step`. Per communicator (C,):
@@ -46,6 +47,7 @@ class Slowness:
     """
 
     ratio: float
+    resolution: float
     compared: bool
     unit_ms: Floats
     lost_ms: Floats
@@ -71,7 +73,7 @@ def measure(lanes: Lanes) -> Slowness:
     busiest = _busiest(lanes, now, collective)
     done = _rounds_done(lanes)
     weight = _weights(lanes, done, busiest)
-    unit_now, unit_base = _units(lanes, now, base, weight, busiest)
+    unit_now, unit_base, resolution = _units(lanes, now, base, weight, busiest)
     ratio = _ratio(unit_now, unit_base)
     lost = np.maximum(unit_now - unit_now / ratio, 0.0)
     role = roles_of(lanes)
@@ -93,6 +95,7 @@ def measure(lanes: Lanes) -> Slowness:
     grown = _grown(lanes, transfer, transfer_base, collective)
     return Slowness(
         ratio=ratio,
+        resolution=resolution,
         compared=compared,
         unit_ms=unit_now,
         lost_ms=lost,
@@ -205,8 +208,8 @@ def _busiest(lanes: Lanes, now: Means, collective: Bools) -> Longs:
     return chosen
 
 
-def _units(lanes: Lanes, now: Means, base: Means, weight: Floats, busiest: Longs) -> tuple[Floats, Floats]:
-    """Wall time per unit of each rank (W,), now and at baseline, measured in the same way.
+def _units(lanes: Lanes, now: Means, base: Means, weight: Floats, busiest: Longs) -> tuple[Floats, Floats, float]:
+    """Wall time per unit of each rank (W,), now and at baseline, measured alike; and by how much their ratio may be off.
 
     Own time and time inside operations tile a rank's timeline, so where both are told of all its lanes their sum is
     exact; rounds per window are only as exact as the rounds that fit into one.
@@ -214,7 +217,10 @@ def _units(lanes: Lanes, now: Means, base: Means, weight: Floats, busiest: Longs
     tiled_now, tiled_base = _tiled(lanes, now, weight), _tiled(lanes, base, weight)
     tiled = np.isfinite(tiled_now) & np.isfinite(tiled_base)
     by_rate_now, by_rate_base = _unit(lanes, now, busiest), _unit(lanes, base, busiest)
-    return np.where(tiled, tiled_now, by_rate_now), np.where(tiled, tiled_base, by_rate_base)
+    lane = busiest[busiest >= 0]
+    counted = 1 / np.maximum(now.rounds[lane], 1) + 1 / np.maximum(base.rounds[lane], 1)
+    resolution = 0.0 if tiled.sum() > 0.5 * len(lane) else float(np.median(counted)) if len(lane) else 0.0
+    return np.where(tiled, tiled_now, by_rate_now), np.where(tiled, tiled_base, by_rate_base), resolution
 
 
 def _tiled(lanes: Lanes, of: Means, weight: Floats) -> Floats:

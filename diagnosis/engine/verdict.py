@@ -61,7 +61,7 @@ def _analyse(incident: Incident, limits: Thresholds) -> Analysis:
     if np.isfinite(slow.ratio) and slow.ratio >= 1 + SLIGHT * limits.slow_job_min:
         blame = attribute(lanes, slow, limits)
         verdict = slow_verdict.decide(lanes, slow, blame, limits, unseen)
-        if slow.ratio >= 1 + limits.slow_job_min or _explained(verdict):
+        if slow.ratio >= 1 + max(limits.slow_job_min, slow.resolution) or _explained(verdict):
             return Analysis(verdict, lanes, slow=slow, blame=blame)
     summary = "Nothing stands still and the job is as fast as it was."
     if not np.isfinite(slow.ratio):
