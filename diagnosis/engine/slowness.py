@@ -37,8 +37,8 @@ TAIL_QUANTILE = 0.05
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Slowness:
-    """Measurements. `ratio`: unit now over unit at baseline (NaN unknown); `resolution`: by how much it may be off where
-    it was counted in rounds per window.
+    """Measurements. `ratio`: unit now over unit at baseline (NaN unknown); `resolution`: how far it may be off where it
+    was counted in rounds.
 
     Per rank (W,), in ms per unit: `unit_ms`, `lost_ms`, `own_ms`, `own_base_ms`, `excess_ms` (centred), `noise_ms` (one
     sigma of it), `common_ms` (growth that all share); and `units_per_step`. Per communicator (C,):
@@ -209,7 +209,7 @@ def _busiest(lanes: Lanes, now: Means, collective: Bools) -> Longs:
 
 
 def _units(lanes: Lanes, now: Means, base: Means, weight: Floats, busiest: Longs) -> tuple[Floats, Floats, float]:
-    """Wall time per unit of each rank (W,), now and at baseline, measured alike; and by how much their ratio may be off.
+    """Wall time per unit of each rank (W,), now and at baseline, and by how much their ratio may be off.
 
     Own time and time inside operations tile a rank's timeline, so where both are told of all its lanes their sum is
     exact; rounds per window are only as exact as the rounds that fit into one.
