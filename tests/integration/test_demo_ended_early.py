@@ -28,7 +28,7 @@ def _what_is_left(pid: int) -> list[str]:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_nothing_is_left_by_a_demo_that_is_ended_early(moment: str, number: signal.Signals) -> None:
     demo = subprocess.Popen(
-        [sys.executable, "-m", "tests.lab.demo"],
+        ["env", "--default-signal", sys.executable, "-m", "tests.lab.demo"],  # whatever the caller of the tests ignores
         env={**os.environ, "FAULT": "none"},
         cwd=ROOT,
         stdin=subprocess.DEVNULL,
