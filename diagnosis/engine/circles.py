@@ -72,8 +72,8 @@ def _guilty(graph: nx.DiGraph[int], parts: list[set[int]], ranks: list[int], odd
 
 
 def _odd(lanes: Lanes, pending: Bools, behind: Bools, member: Bools) -> list[int]:
-    waited_for = lanes.over_lanes_of_rank(behind.astype(np.float64), np.maximum, 0.0) > 0
-    beside = np.nan_to_num(lanes.over_members(pending.astype(np.float64), np.add))[lanes.comm] - 1
+    waited_for = lanes.ranks_in(behind)
+    beside = lanes.members_in(pending)[lanes.comm] - 1
     theirs = (pending & waited_for[lanes.rank]).astype(np.float64)
     alike = np.nan_to_num(lanes.over_members(theirs, np.add))[lanes.comm] - theirs
     unlike = (beside > 0) & (alike <= ALIKE_MAX * beside)

@@ -72,6 +72,14 @@ class Lanes:
             result[full] = how.reduceat(values, self.start[:-1][full])
         return result
 
+    def members_in(self, chosen: Bools) -> Floats:
+        """How many of the `chosen` lanes (M,) each communicator has (C,)."""
+        return np.nan_to_num(self.over_members(chosen.astype(np.float64), np.add))
+
+    def ranks_in(self, chosen: Bools) -> Bools:
+        """Which ranks have any of the `chosen` lanes (W,)."""
+        return np.asarray(self.over_lanes_of_rank(chosen.astype(np.float64), np.maximum, 0.0) > 0, np.bool_)
+
     def over_lanes_of_rank(self, values: Floats, how: np.ufunc, empty: float) -> Floats:
         """`how` over the lanes of each rank (W,); `empty` for a rank without lanes."""
         result = np.full(self.world, empty)

@@ -20,7 +20,6 @@ from diagnosis.engine.waits import Stall, find_stall
 
 UNSEEN_MAX = 32
 SLIGHT = 0.5
-DEFAULT = Thresholds()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

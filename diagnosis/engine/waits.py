@@ -49,7 +49,7 @@ class Stall:
     """
 
     quiet_ms: float
-    comms: Longs
+    stalled: Bools
     waiting: Bools
     unheard: Bools
     now: Now
@@ -83,16 +83,16 @@ def find_stall(lanes: Lanes, limits: Thresholds) -> Stall | None:
     pending, known = now.pending, ~np.isnan(now.age_ms)
     everybody_still = not (np.nan_to_num(now.rounds) > 0).any()
     long = pending & np.where(known, now.age_ms >= bound_ms, everybody_still & (lanes.nth_last.max(initial=0) > 0))
-    stalled = np.nan_to_num(lanes.over_members(long.astype(np.float64), np.add)) > 0
+    stalled = lanes.members_in(long) > 0
     if not stalled.any():
         return None
     in_stall = stalled[lanes.comm]
     unheard = _unheard(lanes, now, long)
     now = replace(now, heard=now.heard & ~unheard[lanes.rank])
     pending = now.pending
-    waiting = lanes.over_lanes_of_rank((pending & in_stall).astype(np.float64), np.maximum, 0.0) > 0
+    waiting = lanes.ranks_in(pending & in_stall)
     ages = now.age_ms[now.heard & known & in_stall]
-    stall = Stall(float(ages.min()) if len(ages) else np.nan, np.flatnonzero(stalled), waiting, unheard, now)
+    stall = Stall(float(ages.min()) if len(ages) else np.nan, stalled, waiting, unheard, now)
     _find_divergence(lanes, stall)
     if not stall.divergent:
         _find_roots(lanes, stall)
@@ -103,9 +103,7 @@ def _find_divergence(lanes: Lanes, stall: Stall) -> None:
     """H2: in one round of one communicator, members run different operations."""
     now, kind = stall.now, lanes.incident.communicators.kind
     counted = now.heard & (now.signature >= 0) & ~np.isnan(now.seq) & (kind[lanes.comm] != Kind.P2P)
-    wanted = np.zeros(lanes.comms, np.bool_)
-    wanted[stall.comms] = True
-    for comm in np.flatnonzero(wanted & _differ(lanes, now, counted)):
+    for comm in np.flatnonzero(stall.stalled & _differ(lanes, now, counted)):
         members = lanes.of_comm(int(comm))
         lanes_here = np.arange(members.start, members.stop)[counted[members]]
         pending_seq = now.seq[lanes_here[now.pending[lanes_here]]]
@@ -163,17 +161,15 @@ def _find_roots(lanes: Lanes, stall: Stall) -> None:
     everybody = int(stall.waiting.sum())
     stall.waiters = {rank: int(blamed[rank]) or everybody - int(stall.waiting[rank]) for rank in stall.roots}
     stall.entered = {rank for rank in stall.roots if stall.waiting[rank]}
-    stalled = np.zeros(lanes.comms, np.bool_)
-    stalled[stall.comms] = True
-    someone_behind = np.nan_to_num(lanes.over_members(behind.astype(np.float64), np.add)) > 0
+    someone_behind = lanes.members_in(behind) > 0
     current = _current(lanes, now, pending)
-    inside = np.nan_to_num(lanes.over_members(current.astype(np.float64), np.add)) > 0
+    inside = lanes.members_in(current) > 0
     unheard = stall.unheard[lanes.rank]
-    waits_for_silent = np.nan_to_num(lanes.over_members(unheard.astype(np.float64), np.add)) > 0
+    waits_for_silent = lanes.members_in(unheard) > 0
     is_p2p = lanes.incident.communicators.kind == Kind.P2P
     if not stall.roots and not stall.left:
-        _find_silent(lanes, stall, stalled & inside & ~someone_behind & waits_for_silent, unheard)
-    still = stalled & inside & ~someone_behind & ~is_p2p
+        _find_silent(lanes, stall, stall.stalled & inside & ~someone_behind & waits_for_silent, unheard)
+    still = stall.stalled & inside & ~someone_behind & ~is_p2p
     stall.innermost = [int(comm) for comm in np.flatnonzero(still)][:NAMED_MAX]
     if not stall.roots and not stall.left and (stall.silent or not stall.innermost):
         _find_circle(lanes, stall, behind)
@@ -195,11 +191,9 @@ def _left_inside(lanes: Lanes, stall: Stall) -> list[int]:
     told = now.heard & collective & ~np.isnan(now.done)
     least = lanes.over_members(np.where(told, now.done, np.inf), np.minimum)
     last = told & now.pending & (now.state == State.RUNNING) & (now.done == least[lanes.comm])
-    alone = np.nan_to_num(lanes.over_members((told & (now.done == least[lanes.comm])).astype(np.float64), np.add)) == 1
-    whole = np.nan_to_num(lanes.over_members(told.astype(np.float64), np.add)) == lanes.sizes
-    stalled = np.zeros(lanes.comms, np.bool_)
-    stalled[stall.comms] = True
-    chosen = last & (alone & whole & stalled & (lanes.sizes > 1))[lanes.comm]
+    alone = lanes.members_in(told & (now.done == least[lanes.comm])) == 1
+    whole = lanes.members_in(told) == lanes.sizes
+    chosen = last & (alone & whole & stall.stalled & (lanes.sizes > 1))[lanes.comm]
     return sorted({int(rank) for rank in lanes.rank[chosen]})[:NAMED_MAX]
 
 
@@ -207,11 +201,11 @@ def _unheard(lanes: Lanes, now: Now, long: Bools) -> Bools:
     """Ranks whose newest words are no words about now (W,): none at all, older than their node's, or full of rounds
     while somebody has long waited for them to enter one."""
     told = now.heard & (now.state != State.UNKNOWN)
-    spoke = lanes.over_lanes_of_rank(told.astype(np.float64), np.maximum, 0.0) > 0
+    spoke = lanes.ranks_in(told)
     moving = lanes.over_lanes_of_rank(np.where(now.heard, np.nan_to_num(now.rounds), 0.0), np.maximum, 0.0) > 0
     wanted = lanes.over_members(np.where(long, now.done + 1, -1.0), np.maximum)
     missed = now.heard & (now.seq < wanted[lanes.comm])
-    missing = lanes.over_lanes_of_rank(missed.astype(np.float64), np.maximum, 0.0) > 0
+    missing = lanes.ranks_in(missed)
     return ~spoke | (moving & missing) | _older_than_its_node(lanes)
 
 
@@ -236,18 +230,14 @@ def _blame(lanes: Lanes, stall: Stall) -> tuple[Longs, Bools]:
     now, pending = stall.now, stall.now.pending
     kind = lanes.incident.communicators.kind
     p2p = kind[lanes.comm] == Kind.P2P
-    stalled = np.zeros(lanes.comms, np.bool_)
-    stalled[stall.comms] = True
-    waits = pending & stalled[lanes.comm] & ~p2p
+    waits = pending & stall.stalled[lanes.comm] & ~p2p
     wanted = lanes.over_members(np.where(waits, now.done + 1, -1.0), np.maximum)
-    here = now.heard & ~p2p & stalled[lanes.comm]
+    here = now.heard & ~p2p & stall.stalled[lanes.comm]
     behind = here & ((~pending & (now.seq < wanted[lanes.comm])) | _queued(lanes, now))
-    waiters = np.nan_to_num(
-        lanes.over_members((waits & (now.done + 1 >= wanted[lanes.comm])).astype(np.float64), np.add)
-    )
+    waiters = lanes.members_in(waits & (now.done + 1 >= wanted[lanes.comm]))
     blamed = np.zeros(lanes.world, np.int64)
     np.add.at(blamed, lanes.rank[behind], waiters[lanes.comm[behind]].astype(np.int64))
-    receivers = np.flatnonzero(pending & p2p & stalled[lanes.comm] & (now.state != State.ENQUEUED))
+    receivers = np.flatnonzero(pending & p2p & stall.stalled[lanes.comm] & (now.state != State.ENQUEUED))
     peer = _peer_of(lanes, receivers)
     np.add.at(blamed, peer[peer >= 0], 1)
     return blamed, behind
@@ -256,7 +246,7 @@ def _blame(lanes: Lanes, stall: Stall) -> tuple[Longs, Bools]:
 def _queued(lanes: Lanes, now: Now) -> Bools:
     """Rounds that are enqueued and have not begun (M,): the rank is seen running another, or no step was made."""
     running = now.pending & (now.state == State.RUNNING)
-    elsewhere = lanes.over_lanes_of_rank(running.astype(np.float64), np.maximum, 0.0) > 0
+    elsewhere = lanes.ranks_in(running)
     untouched = (now.send == 0) & (now.recv == 0)
     return np.asarray(now.pending & (now.state == State.ENQUEUED) & (elsewhere[lanes.rank] | untouched), np.bool_)
 
@@ -278,7 +268,7 @@ def _peer_of(lanes: Lanes, receivers: Longs) -> Longs:
 def _current(lanes: Lanes, now: Now, pending: Bools) -> Bools:
     """Pending lanes that a rank may stand in (M,): those seen running, or all where none is."""
     running = pending & (now.state == State.RUNNING)
-    has_running = lanes.over_lanes_of_rank(running.astype(np.float64), np.maximum, 0.0) > 0
+    has_running = lanes.ranks_in(running)
     return np.asarray(running | (pending & ~has_running[lanes.rank]), np.bool_)
 
 

@@ -56,14 +56,12 @@ class WaitGraph:
         self._now = stall.now
         self._accused = np.array(sorted(accused), np.int64)
         self._silent = np.array(stall.silent, np.int64)
-        stalled = np.zeros(lanes.comms, np.bool_)
-        stalled[stall.comms] = True
         self._p2p = lanes.incident.communicators.kind == Kind.P2P
         self._waiting = stall.waiting
         self._unheard = stall.unheard
         enqueued = self._p2p[lanes.comm] & (self._now.state == State.ENQUEUED)
-        self._pending = self._now.pending & stalled[lanes.comm] & ~enqueued
-        self._stalled = stalled
+        self._pending = self._now.pending & stall.stalled[lanes.comm] & ~enqueued
+        self._stalled = stall.stalled
         self._asked: dict[int, Round] = {}
 
     def lanes_of(self, rank: int) -> Longs:
