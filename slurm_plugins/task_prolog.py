@@ -1,21 +1,27 @@
 #!/usr/bin/python3 -IS
-"""Slurm TaskProlog: attaches the probe to every task, without a change to the user's script.
+"""Slurm TaskProlog: attaches the probes to every task, without a change to the user's script.
 
 Slurm runs this as the user before each task (before the batch script too) and puts every line `export NAME=value` of
-its output into the task's environment. It makes the job's frame directory, `<frame root>/<node>/<job>.<restart>`, and
-exports its path and a LD_PRELOAD that has the probe at its end, behind whatever the user preloads.
+its output into the task's environment; `unset NAME` takes one out. The rules, which the SPANK plugin (spank/attach.c)
+shares:
 
-It does nothing (no output, exit 0) where the node daemon has not made `<frame root>/<node>`, where the user set
-TOCSIN_DISABLE=1, or where anything at all is wrong: a job never fails and never waits because of tocsin.
+* The job's frame directory, `<frame root>/<node>/<job>.<restart>`, is made, and TOCSIN_FRAME_DIR names it.
+* LD_PRELOAD gets the gloo probe at its end, behind whatever the user preloads.
+* NCCL_PROFILER_PLUGIN gets the NCCL plugin, unless the user names another one (or `none`): NCCL loads but one.
+* A probe whose library is not there is left out. A task has all of this or none: where the node daemon has not made
+  `<frame root>/<node>`, where the user set TOCSIN_DISABLE=1, or where anything at all is wrong, what an outer step (the
+  batch script) has attached is taken away again, and nothing else happens. A job never fails and never waits because
+  of tocsin.
 
-Settings, in /etc/tocsin/task_prolog.conf (lines `key = value`, # comments; both keys optional):
+Settings, in /etc/tocsin/attach.conf (lines `key = value`, # comments; all keys optional):
 
     frame_root = /dev/shm/tocsin
     library = /opt/tocsin/lib/python3.11/site-packages/node_daemon/native/lib/libtocsin_gloo.so
+    nccl_plugin = /opt/tocsin/lib/python3.11/site-packages/node_daemon/native/lib/libnccl-profiler-tocsin.so
 
-Without `library` it is looked for in the installation that this file came with. The environment variables
-TOCSIN_FRAME_ROOT and TOCSIN_PROBE_LIBRARY count for more than the file. They are the user's to set, as is LD_PRELOAD
-itself, and reach no further than the user's own job.
+Without the libraries' paths they are looked for in the installation that this file came with. The environment variables
+TOCSIN_FRAME_ROOT, TOCSIN_PROBE_LIBRARY and TOCSIN_NCCL_PLUGIN count for more than the file. They are the user's to set,
+as is LD_PRELOAD itself, and reach no further than the user's own job.
 
 Standard library only, and any Python from 3.6: it runs with whatever /usr/bin/python3 the node has, and imports
 little, since every task waits for it.
@@ -27,39 +33,86 @@ import stat
 import sys
 from collections.abc import Mapping
 
-CONF_PATH = "/etc/tocsin/task_prolog.conf"
+CONF_PATH = "/etc/tocsin/attach.conf"
 CONF_BYTES_MAX = 64 * 1024
 FRAME_ROOT = "/dev/shm/tocsin"
 LIBRARY_NAME = "libtocsin_gloo.so"
+NCCL_PLUGIN_NAME = "libnccl-profiler-tocsin.so"
+NCCL_PLUGIN_SHORT_NAME = "tocsin"
+"""NCCL's own short form of that file name."""
+GLIBC_LOADERS = {"x86_64": "/lib64/ld-linux-x86-64.so.2", "aarch64": "/lib/ld-linux-aarch64.so.1"}
+"""Without it in the root file system a preloaded library would keep every program from starting."""
+PATH_LENGTH_MAX = 4000
+VALUE_LENGTH_MAX = 64 * 1024 - 1
+PRINTABLE = frozenset(map(chr, range(0x20, 0x7F)))
 DIGITS = frozenset("0123456789")
 NODE_CHARACTERS = DIGITS | frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.-_")
 # Neither space nor colon, which part the entries of LD_PRELOAD, nor the $ that ld.so expands.
 PATH_CHARACTERS = NODE_CHARACTERS | frozenset("/@+,=~%")
 
 
+class Settings:
+    """Where things are: plain absolute paths. Raises OSError or ValueError where they cannot be used."""
+
+    def __init__(self, environ: "Mapping[str, str]") -> None:
+        told = read_conf(CONF_PATH)
+        root = environ.get("TOCSIN_FRAME_ROOT") or told.get("frame_root") or FRAME_ROOT
+        library = environ.get("TOCSIN_PROBE_LIBRARY") or told.get("library") or own_library(LIBRARY_NAME)
+        plugin = environ.get("TOCSIN_NCCL_PLUGIN") or told.get("nccl_plugin") or own_library(NCCL_PLUGIN_NAME)
+        self.frame_root = checked_path(root)
+        self.library = checked_path(library)
+        self.nccl_plugin = checked_path(plugin)
+
+
 def main() -> None:
-    """Prints the export lines, or nothing."""
+    """Prints the lines, or nothing."""
     with contextlib.suppress(OSError, ValueError, KeyError):
         sys.stdout.write("".join(line + "\n" for line in export_lines(os.environ)))
 
 
 def export_lines(environ: "Mapping[str, str]") -> "list[str]":
-    """The lines for this task. Raises OSError, ValueError or KeyError where the probe cannot be attached."""
-    if environ.get("TOCSIN_DISABLE", "") not in ("", "0"):
-        return []
-    settings = read_conf(CONF_PATH)
-    root = environ.get("TOCSIN_FRAME_ROOT") or settings.get("frame_root") or FRAME_ROOT
-    library = environ.get("TOCSIN_PROBE_LIBRARY") or settings.get("library") or own_library()
-    if not os.access(checked_path(library), os.R_OK):
-        return []
+    """The lines for this task. Raises OSError or ValueError where the task must be left as it is."""
+    settings = Settings(environ)
+    for name in ("LD_PRELOAD", "NCCL_PROFILER_PLUGIN"):
+        value = environ.get(name, "")
+        if len(value) > VALUE_LENGTH_MAX or not PRINTABLE.issuperset(value):
+            raise ValueError(name)  # a line break would end the export line
+    changes = changed_environment(environ, settings)
+    unset = [f"unset {name}" for name, value in changes.items() if value is None and name in environ]
+    return [f"export {name}={value}" for name, value in changes.items() if value is not None] + unset
+
+
+def changed_environment(environ: "Mapping[str, str]", settings: Settings) -> "dict[str, str | None]":
+    """The variables of this task that are tocsin's affair, each with its value, None where it is not to be set."""
+    frame_directory = None
+    if environ.get("TOCSIN_DISABLE", "") in ("", "0"):
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            look_around(settings)
+            frame_directory = job_directory(environ, settings.frame_root)
+    attach = frame_directory is not None
+    changes = {"TOCSIN_FRAME_DIR": frame_directory}
+    changes.update(merged_preload(environ.get("LD_PRELOAD", ""), settings.library, attach))
+    changes.update(merged_plugin(environ.get("NCCL_PROFILER_PLUGIN", ""), settings.nccl_plugin, attach))
+    return changes
+
+
+def look_around(settings: Settings) -> None:
+    """Raises FileNotFoundError where no probe can be read, or the C library that they need is not there."""
+    if not any(os.access(path, os.R_OK) for path in (settings.library, settings.nccl_plugin)):
+        raise FileNotFoundError(settings.library)
+    loader = GLIBC_LOADERS.get(os.uname().machine)
+    if loader is not None and not os.access(loader, os.F_OK):
+        raise FileNotFoundError(loader)
+
+
+def job_directory(environ: "Mapping[str, str]", frame_root: str) -> str:
+    """The directory of this job's frames, made. Raises OSError, ValueError or KeyError where there can be none."""
     node = checked(environ["SLURMD_NODENAME"], NODE_CHARACTERS, 255)
     job = checked(environ["SLURM_JOB_ID"], DIGITS, 10)
     restart = checked(environ.get("SLURM_RESTART_COUNT") or "0", DIGITS, 5)
-    preload = merged_preload(environ.get("LD_PRELOAD", ""), library)
-    parent = "{}/{}".format(checked_path(root).rstrip("/"), node)
-    name = f"{job}.{restart}"
-    make_directory(parent, name)
-    return [f"export TOCSIN_FRAME_DIR={parent}/{name}", f"export LD_PRELOAD={preload}"]
+    parent = "{}/{}".format(frame_root.rstrip("/"), node)
+    make_directory(parent, f"{job}.{restart}")
+    return f"{parent}/{job}.{restart}"
 
 
 def read_conf(path: str) -> "dict[str, str]":
@@ -76,10 +129,10 @@ def read_conf(path: str) -> "dict[str, str]":
     return {key.strip(): value.strip() for key, equals, value in pairs if equals}
 
 
-def own_library() -> str:
-    """Where the probe lies when this file runs from an installed package or from the source tree."""
+def own_library(name: str) -> str:
+    """Where a probe lies when this file runs from an installed package or from the source tree."""
     packages = os.path.realpath(__file__).rsplit("/", 2)[0]
-    return f"{packages}/node_daemon/native/lib/{LIBRARY_NAME}"
+    return f"{packages}/node_daemon/native/lib/{name}"
 
 
 def checked(text: str, characters: "frozenset[str]", length_max: int) -> str:
@@ -93,7 +146,7 @@ def checked_path(text: str) -> str:
     """`text` where it is an absolute path of plain characters, else ValueError."""
     if not text.startswith("/"):
         raise ValueError(text)
-    return checked(text, PATH_CHARACTERS, 4096)
+    return checked(text, PATH_CHARACTERS, PATH_LENGTH_MAX)
 
 
 def make_directory(parent: str, name: str) -> None:
@@ -116,12 +169,23 @@ def make_directory(parent: str, name: str) -> None:
         raise ValueError(name)
 
 
-def merged_preload(preload: str, library: str) -> str:
-    """The user's own list, in its order, with the probe once at its end."""
-    if not preload.isprintable():
-        raise ValueError("LD_PRELOAD")  # a line break would end the export line
-    entries = [entry for entry in preload.replace(" ", ":").split(":") if entry and entry != library]
-    return ":".join([*entries, library])
+def merged_preload(preload: str, library: str, attach: bool) -> "dict[str, str | None]":
+    """LD_PRELOAD: the user's own list, in its order, with the probe once at its end, or without it."""
+    entries = [entry for entry in preload.replace(" ", ":").split(":") if entry]
+    others = [entry for entry in entries if entry != library and entry.rpartition("/")[2] != LIBRARY_NAME]
+    if attach and os.access(library, os.R_OK):
+        return {"LD_PRELOAD": ":".join([*others, library])}
+    if len(others) < len(entries):
+        return {"LD_PRELOAD": ":".join(others) or None}
+    return {}
+
+
+def merged_plugin(plugin: str, ours: str, attach: bool) -> "dict[str, str | None]":
+    """NCCL_PROFILER_PLUGIN: ours where the user names no other."""
+    is_ours = plugin in (ours, NCCL_PLUGIN_SHORT_NAME) or plugin.rpartition("/")[2] == NCCL_PLUGIN_NAME
+    if attach and os.access(ours, os.R_OK) and (is_ours or not plugin):
+        return {"NCCL_PROFILER_PLUGIN": ours}
+    return {"NCCL_PROFILER_PLUGIN": None} if is_ours else {}
 
 
 if __name__ == "__main__":
