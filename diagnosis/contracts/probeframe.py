@@ -18,19 +18,28 @@ A slot's parts:
   `seq`, from 1) together with `comm_id` is CCL-D's trace id: every member counts alike without talking.
 * operation type set of the newest round: op, dtype, algo, proto, count, root.
 * `open`: progress of the rounds now executing (gloo runs two at once): transfer steps sent and received so far.
-* `lanes`: 32 running totals; a lane is a peer (gloo: position in the communicator modulo 32) or a channel (NCCL).
+* `lanes`: 32 running totals; a lane is a peer (gloo: position in the communicator modulo 32). NCCL's frames hold
+  `tocsin_channel` in the same bytes: one per channel, modulo 32 (`channels_of`).
 * `rounds`: the newest 32 recorded rounds with their own time (`gap_us`: from when the process last left or entered
   any operation, of any communicator, to entering this one, so that gaps never add up to more than the time that
   passed), their duration, and a signature of the operation. Only rounds whose seq is a multiple of `stride` are
   recorded. The writer doubles `stride` where 32 entries span less than two seconds and halves it where a second
   passes without one; since it stays a power of two, any two ranks record common rounds, and a reader who looks
   once a second misses none. An entry is written in the order `dur_us` (open), `gap_us`, `signature`, `seq`.
+* `unknown`: what this slot cannot tell at the moment, because the events that tell it are off (`Untold`).
+
+The daemon writes one field, `control`: which further events a probe shall switch on, and until when. It lies in the
+file, so a probe that is asked for more than is safe with its library declines by itself, and one whose daemon has
+vanished returns to its standing events when the time is over.
+
+Version 2 added `control`, `event_mask`, `library_version`, `unknown` and NCCL's channels, all in bytes that version 1
+kept zero: a frame of version 1 is one of version 2 that says nothing in them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import IntEnum
+from enum import IntEnum, IntFlag
 from typing import Any, Final
 
 import numpy as np
@@ -38,7 +47,8 @@ import numpy as np
 from diagnosis.contracts.errors import AgentFault
 
 MAGIC: Final = 0x4E49_5343_4F54_0001  # "..TOCSIN" read as a little-endian word, never a valid text file
-VERSION: Final = 1
+VERSION: Final = 2
+VERSIONS_READ: Final = (1, 2)
 HEADER_BYTES: Final = 128
 SLOT_BYTES: Final = 1184
 SLOT_COUNT: Final = 16
@@ -47,7 +57,12 @@ ROUND_COUNT: Final = 32
 OPEN_COUNT: Final = 2
 FILE_BYTES: Final = HEADER_BYTES + SLOT_COUNT * SLOT_BYTES
 DUR_OPEN: Final = 0xFFFF_FFFF
-"""`dur_us` of a round that has not ended."""
+"""`dur_us` of a round that has not ended, `kernel_us` of a channel whose kernel runs."""
+PEER_UNKNOWN: Final = 0xFFFF
+WIDEN_S_MAX: Final = 120
+"""A request in `control` that ends later than this is not followed."""
+CONTROL_OFFSET: Final = 112
+"""Of `control` in the file, for whoever writes it alone."""
 SIGNATURE_UNKNOWN: Final = 0
 WRITERS_MAX: Final = 2
 """Threads of one process that may enter rounds of one communicator at the same instant."""
@@ -69,6 +84,14 @@ LANE_FIELDS: Final[tuple[Field, ...]] = (
     ("peer", "<u2", "uint16_t", 1),  # position of the peer in the communicator
     ("wait_state", "u1", "uint8_t", 1),  # WaitState, of the thread that began or ended a wait last
     ("used", "u1", "uint8_t", 1),  # 0: no step was ever counted here
+)
+CHANNEL_FIELDS: Final[tuple[Field, ...]] = (
+    ("send_steps", "<u4", "uint32_t", 1),  # completed, as in a lane
+    ("recv_steps", "<u4", "uint32_t", 1),
+    ("kernel_us", "<u4", "uint32_t", 1),  # newest kernel here by the GPU's clock; DUR_OPEN: runs; 0: none, or untimed
+    ("peer", "<u2", "uint16_t", 1),  # rank in the communicator that was sent to last; PEER_UNKNOWN
+    ("send_state", "u1", "uint8_t", 1),  # StepState of the newest step each way
+    ("recv_state", "u1", "uint8_t", 1),
 )
 ROUND_FIELDS: Final[tuple[Field, ...]] = (
     ("seq", "<u4", "uint32_t", 1),  # low 32 bits; 0: never used
@@ -95,7 +118,8 @@ SLOT_FIELDS: Final[tuple[Field, ...]] = (
     ("open", "", "tocsin_open", OPEN_COUNT),
     ("root", "<i4", "int32_t", 1),
     ("stride", "<u4", "uint32_t", 1),
-    ("errors", "<u4", "uint32_t", 1),  # rounds that ended with an exception
+    ("errors", "<u2", "uint16_t", 1),  # rounds that ended with an exception, wraps
+    ("unknown", "<u2", "uint16_t", 1),  # Untold
     ("op", "u1", "uint8_t", 1),
     ("dtype", "u1", "uint8_t", 1),
     ("algo", "u1", "uint8_t", 1),
@@ -124,7 +148,9 @@ HEADER_FIELDS: Final[tuple[Field, ...]] = (
     ("transport", "u1", "uint8_t", 1),
     ("reserved8", "u1", "uint8_t", 3),
     ("library", "S24", "char", 24),
-    ("reserved", "u1", "uint8_t", 16),
+    ("control", "<u8", "uint64_t", 1),  # the daemon writes it: `control_word`
+    ("event_mask", "<u4", "uint32_t", 1),  # NCCL: the events that are on
+    ("library_version", "<u4", "uint32_t", 1),  # NCCL: as ncclGetVersion tells it (23207 is 2.32.7); 0 unknown
 )
 COUNT_UNKNOWN: Final = 0xFFFF_FFFF_FFFF_FFFF
 
@@ -170,6 +196,48 @@ class WaitState(IntEnum):
     RECV = 2
 
 
+class StepState(IntEnum):
+    """What the newest transfer step of an NCCL channel waits for."""
+
+    NONE = 0
+    OWN_GPU = 1
+    PEER_CREDIT = 2
+    FABRIC = 3
+
+
+class Untold(IntFlag):
+    """What a slot cannot tell while the events that tell it are off."""
+
+    DONE = 1  # `done`, `t_done_ns`, `started`: rounds end unseen
+    TIMES = 2  # `dur_us`, `dur_sum_ns`, `gap_us`, `gap_sum_ns`
+    STEPS = 4  # `send_steps`, `recv_steps`, `bytes`, wait states
+    GRAPHS = 8  # a collective was captured in a CUDA graph: its replays are no rounds
+
+
+class Algo(IntEnum):
+    """NCCL's algorithms."""
+
+    UNKNOWN = 0
+    TREE = 1
+    RING = 2
+    COLLNET_DIRECT = 3
+    COLLNET_CHAIN = 4
+    NVLS = 5
+    NVLS_TREE = 6
+    PAT = 7
+    OTHER = 15
+
+
+class Proto(IntEnum):
+    """NCCL's protocols."""
+
+    UNKNOWN = 0
+    LL = 1
+    LL128 = 2
+    SIMPLE = 3
+    OTHER = 15
+
+
 class Transport(IntEnum):
     """The library that wrote the frame."""
 
@@ -196,6 +264,7 @@ def _dtype(fields: tuple[Field, ...]) -> np.dtype[np.void]:
 _NESTED: dict[str, np.dtype[np.void]] = {}
 OPEN_DTYPE: Final = _dtype(OPEN_FIELDS)
 LANE_DTYPE: Final = _dtype(LANE_FIELDS)
+CHANNEL_DTYPE: Final = _dtype(CHANNEL_FIELDS)
 ROUND_DTYPE: Final = _dtype(ROUND_FIELDS)
 _NESTED.update(tocsin_open=OPEN_DTYPE, tocsin_lane=LANE_DTYPE, tocsin_round=ROUND_DTYPE)
 SLOT_DTYPE: Final = _dtype(SLOT_FIELDS)
@@ -203,6 +272,7 @@ HEADER_DTYPE: Final = _dtype(HEADER_FIELDS)
 STRUCTS: Final = (
     ("tocsin_open", OPEN_FIELDS, OPEN_DTYPE),
     ("tocsin_lane", LANE_FIELDS, LANE_DTYPE),
+    ("tocsin_channel", CHANNEL_FIELDS, CHANNEL_DTYPE),
     ("tocsin_round", ROUND_FIELDS, ROUND_DTYPE),
     ("tocsin_slot", SLOT_FIELDS, SLOT_DTYPE),
     ("tocsin_header", HEADER_FIELDS, HEADER_DTYPE),
@@ -228,8 +298,8 @@ def parse(data: bytes) -> Frame:
     header = np.frombuffer(data, HEADER_DTYPE, 1)[0]
     if int(header["magic"]) != MAGIC:
         raise AgentFault("no frame: the magic word is missing", reason="magic")
-    if int(header["version"]) != VERSION:
-        raise AgentFault(f"frame version {header['version']}; this side reads {VERSION}", reason="version")
+    if int(header["version"]) not in VERSIONS_READ:
+        raise AgentFault(f"frame version {header['version']}; this side reads up to {VERSION}", reason="version")
     claimed = (int(header["header_bytes"]), int(header["slot_bytes"]), int(header["slot_count"]))
     if claimed != (HEADER_BYTES, SLOT_BYTES, SLOT_COUNT):
         raise AgentFault(f"frame claims sizes {claimed}", reason="sizes")
@@ -256,6 +326,17 @@ def rounds_of(slot: np.void, enqueued_after: int) -> np.ndarray[tuple[int], np.d
     kept = rounds[settled]
     finished: np.ndarray[tuple[int], np.dtype[np.void]] = kept[admitted[settled] & (kept["dur_us"] != DUR_OPEN)]
     return finished
+
+
+def channels_of(slots: np.ndarray[Any, np.dtype[np.void]]) -> np.ndarray[Any, np.dtype[np.void]]:
+    """The channels of slots that NCCL's probe wrote (CHANNEL_DTYPE, one more axis of LANE_COUNT)."""
+    lanes: np.ndarray[Any, np.dtype[np.void]] = np.ascontiguousarray(slots["lanes"])
+    return lanes.view(CHANNEL_DTYPE)
+
+
+def control_word(events: int, until_s: int) -> int:
+    """`control` for a request: these NCCL events in addition, until that second of CLOCK_MONOTONIC."""
+    return (until_s & 0xFFFF_FFFF) << 32 | (events & 0xFFFF_FFFF)
 
 
 def signatures(

@@ -98,6 +98,28 @@ def test_a_sound_frame_is_parsed_and_slots_that_contradict_themselves_are_left_o
     assert parsed.slots["comm_rank"].tolist() == [0, 3]  # position 4 of 4 does not exist
 
 
+@pytest.mark.parametrize("version", frame.VERSIONS_READ)
+def test_every_version_up_to_this_one_is_read(version: int) -> None:
+    data = sound_frame()
+    np.frombuffer(data, frame.HEADER_DTYPE, 1)["version"] = version
+    assert len(frame.parse(bytes(data)).slots) == 2
+
+
+def test_the_channels_of_nccl_lie_in_the_bytes_of_the_lanes() -> None:
+    data = sound_frame()
+    slots = np.frombuffer(data, frame.SLOT_DTYPE, frame.SLOT_COUNT, frame.HEADER_BYTES)
+    slots["lanes"]["send_steps"][1, 31] = 7
+    channels = frame.channels_of(frame.parse(bytes(data)).slots)
+    assert channels.shape == (2, frame.LANE_COUNT)
+    assert channels["send_steps"][1, 31] == 7
+
+
+def test_the_control_word_stands_where_its_writer_expects_it() -> None:
+    assert frame.HEADER_DTYPE.fields is not None
+    assert frame.HEADER_DTYPE.fields["control"][1] == frame.CONTROL_OFFSET
+    assert frame.control_word(0x50, 3) == 3 << 32 | 0x50
+
+
 def lie(field: str, value: int) -> Callable[[bytearray], bytes]:
     def told(data: bytearray) -> bytes:
         np.frombuffer(data, frame.HEADER_DTYPE, 1)[field] = value
@@ -113,7 +135,7 @@ def lie(field: str, value: int) -> Callable[[bytearray], bytes]:
         (lambda data: bytes(data[: frame.HEADER_BYTES - 1]), "short"),
         (lie("magic", 0), "magic"),
         (lie("magic", frame.MAGIC + 1), "magic"),
-        (lie("version", 2), "version"),
+        (lie("version", frame.VERSION + 1), "version"),
         (lie("version", 0), "version"),
         (lie("header_bytes", 64), "sizes"),
         (lie("slot_bytes", 1 << 31), "sizes"),

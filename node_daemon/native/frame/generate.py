@@ -6,7 +6,7 @@ stale or when the compiler sees other offsets than numpy.
 
 from __future__ import annotations
 
-from enum import IntEnum
+from enum import IntEnum, IntFlag
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +28,20 @@ _CONSTANTS = (
     ("SIGNATURE_UNKNOWN", f"{frame.SIGNATURE_UNKNOWN}u"),
     ("ROOT_NONE", f"({frame.ROOT_NONE})"),
     ("GPU_UNKNOWN", f"({frame.GPU_UNKNOWN})"),
+    ("PEER_UNKNOWN", f"0x{frame.PEER_UNKNOWN:X}u"),
+    ("WIDEN_S_MAX", f"{frame.WIDEN_S_MAX}u"),
+)
+
+
+_ENUMS: tuple[type[IntEnum] | type[IntFlag], ...] = (
+    frame.Op,
+    frame.Dtype,
+    frame.WaitState,
+    frame.StepState,
+    frame.Untold,
+    frame.Algo,
+    frame.Proto,
+    frame.Transport,
 )
 
 
@@ -45,7 +59,7 @@ def render() -> str:
         *(f"#define TOCSIN_FRAME_{name} {value}" for name, value in _CONSTANTS),
         "",
     ]
-    for enum in (frame.Op, frame.Dtype, frame.WaitState, frame.Transport):
+    for enum in _ENUMS:
         lines += _render_enum(enum)
     for name, fields, dtype in frame.STRUCTS:
         lines += _render_struct(name, fields, dtype)
@@ -53,7 +67,7 @@ def render() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _render_enum(enum: type[IntEnum]) -> list[str]:
+def _render_enum(enum: type[IntEnum] | type[IntFlag]) -> list[str]:
     prefix = f"TOCSIN_{enum.__name__.upper()}_"
     return ["enum {", *(f"    {prefix}{member.name} = {member.value}," for member in enum), "};", ""]
 

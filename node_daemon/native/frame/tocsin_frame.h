@@ -7,7 +7,7 @@
 #include <stdint.h>
 
 #define TOCSIN_FRAME_MAGIC 0x4E4953434F540001ull
-#define TOCSIN_FRAME_VERSION 1u
+#define TOCSIN_FRAME_VERSION 2u
 #define TOCSIN_FRAME_HEADER_BYTES 128u
 #define TOCSIN_FRAME_SLOT_BYTES 1184u
 #define TOCSIN_FRAME_SLOT_COUNT 16u
@@ -19,6 +19,8 @@
 #define TOCSIN_FRAME_SIGNATURE_UNKNOWN 0u
 #define TOCSIN_FRAME_ROOT_NONE (-1)
 #define TOCSIN_FRAME_GPU_UNKNOWN (-1)
+#define TOCSIN_FRAME_PEER_UNKNOWN 0xFFFFu
+#define TOCSIN_FRAME_WIDEN_S_MAX 120u
 
 enum {
     TOCSIN_OP_UNKNOWN = 0,
@@ -56,6 +58,40 @@ enum {
 };
 
 enum {
+    TOCSIN_STEPSTATE_NONE = 0,
+    TOCSIN_STEPSTATE_OWN_GPU = 1,
+    TOCSIN_STEPSTATE_PEER_CREDIT = 2,
+    TOCSIN_STEPSTATE_FABRIC = 3,
+};
+
+enum {
+    TOCSIN_UNTOLD_DONE = 1,
+    TOCSIN_UNTOLD_TIMES = 2,
+    TOCSIN_UNTOLD_STEPS = 4,
+    TOCSIN_UNTOLD_GRAPHS = 8,
+};
+
+enum {
+    TOCSIN_ALGO_UNKNOWN = 0,
+    TOCSIN_ALGO_TREE = 1,
+    TOCSIN_ALGO_RING = 2,
+    TOCSIN_ALGO_COLLNET_DIRECT = 3,
+    TOCSIN_ALGO_COLLNET_CHAIN = 4,
+    TOCSIN_ALGO_NVLS = 5,
+    TOCSIN_ALGO_NVLS_TREE = 6,
+    TOCSIN_ALGO_PAT = 7,
+    TOCSIN_ALGO_OTHER = 15,
+};
+
+enum {
+    TOCSIN_PROTO_UNKNOWN = 0,
+    TOCSIN_PROTO_LL = 1,
+    TOCSIN_PROTO_LL128 = 2,
+    TOCSIN_PROTO_SIMPLE = 3,
+    TOCSIN_PROTO_OTHER = 15,
+};
+
+enum {
     TOCSIN_TRANSPORT_UNKNOWN = 0,
     TOCSIN_TRANSPORT_GLOO = 1,
     TOCSIN_TRANSPORT_NCCL = 2,
@@ -85,6 +121,20 @@ typedef struct tocsin_lane {
 static_assert(sizeof(tocsin_lane) == 16, "tocsin_lane");
 #else
 _Static_assert(sizeof(tocsin_lane) == 16, "tocsin_lane");
+#endif
+
+typedef struct tocsin_channel {
+    uint32_t send_steps;
+    uint32_t recv_steps;
+    uint32_t kernel_us;
+    uint16_t peer;
+    uint8_t send_state;
+    uint8_t recv_state;
+} tocsin_channel;
+#ifdef __cplusplus
+static_assert(sizeof(tocsin_channel) == 16, "tocsin_channel");
+#else
+_Static_assert(sizeof(tocsin_channel) == 16, "tocsin_channel");
 #endif
 
 typedef struct tocsin_round {
@@ -118,7 +168,8 @@ typedef struct tocsin_slot {
     tocsin_open open[2];
     int32_t root;
     uint32_t stride;
-    uint32_t errors;
+    uint16_t errors;
+    uint16_t unknown;
     uint8_t op;
     uint8_t dtype;
     uint8_t algo;
@@ -153,7 +204,9 @@ typedef struct tocsin_header {
     uint8_t transport;
     uint8_t reserved8[3];
     char library[24];
-    uint8_t reserved[16];
+    uint64_t control;
+    uint32_t event_mask;
+    uint32_t library_version;
 } tocsin_header;
 #ifdef __cplusplus
 static_assert(sizeof(tocsin_header) == 128, "tocsin_header");

@@ -3,7 +3,7 @@
 #include <sched.h>
 #include <string.h>
 
-#include "frame_file.h"
+#include "gloo_frame.h"
 #include "identity.h"
 #include "rounds.h"
 #include "symbols.h"
@@ -68,7 +68,7 @@ Members members_of(const void* group, const Communicator& communicator) {
   if (list && list->end > list->first) {
     return {list->first, static_cast<uint32_t>(list->end - list->first)};
   }
-  const int32_t world = g_first.size > 0 ? g_first.size : env_number("WORLD_SIZE");
+  const int32_t world = g_first.size > 0 ? g_first.size : tocsin_env_number("WORLD_SIZE");
   const bool is_world = world > 0 && (communicator.group_size == world || communicator.group_size < 0);
   return {nullptr, is_world ? static_cast<uint32_t>(world) : 0};
 }
@@ -98,7 +98,7 @@ int32_t position_of(const Members& members, int32_t rank) {
 void identify(const void* group, Communicator& communicator) {
   const Members members = members_of(group, communicator);
   if (communicator.group_rank < 0) {
-    communicator.group_rank = position_of(members, env_number("RANK"));
+    communicator.group_rank = position_of(members, tocsin_env_number("RANK"));
   }
   const bool sound = members.size > 0 && communicator.group_rank >= 0 &&
                      static_cast<uint32_t>(communicator.group_rank) < members.size;

@@ -11,6 +11,7 @@
 
 #include <stdint.h>
 
+#include "recording.h"
 #include "tocsin_frame.h"
 
 namespace tocsin {
@@ -25,10 +26,7 @@ struct Communicator {
   tocsin_slot* slot;     // null: none at the moment
   uint64_t enqueued;     // rounds entered, with or without a slot
   uint64_t unfollowed;   // rounds entered without a slot that the slot's counters do not show yet
-  uint64_t recorded;     // entries written to slot->rounds
-  uint64_t restrided;    // `recorded` when the stride last changed
-  uint64_t recorded_ns;  // when the newest of them entered
-  uint64_t entered_ns[TOCSIN_FRAME_ROUND_COUNT];  // when each entry's round entered
+  tocsin_recording recording;  // of the entries in slot->rounds
   tocsin_slot parked;    // the slot's content while another communicator has it
 };
 

@@ -7,7 +7,7 @@
 // state.
 #include <stdint.h>
 
-#include "frame_file.h"
+#include "gloo_frame.h"
 #include "rounds.h"
 #include "symbols.h"
 

@@ -3,6 +3,7 @@
 #include <string.h>
 
 #include "frame_file.h"
+#include "gloo_frame.h"
 
 namespace tocsin {
 
@@ -11,10 +12,6 @@ namespace {
 constexpr uint32_t kRoundsMax = 1024;  // in flight at once; more are counted in works_lost
 constexpr uint32_t kProbesMax = 16;
 constexpr uint32_t kBuffersMax = 8;
-constexpr uint32_t kStrideMax = 1u << 20;
-constexpr uint64_t kSpan_ns = 2000000000;      // what the recorded rounds must span at least
-constexpr uint64_t kSpacing_ns = 1000000000;   // and how far apart two of them may be
-constexpr uint64_t kNanosecondsPerMicrosecond = 1000;
 
 struct Round {
   const void* work;  // key; null: free
@@ -79,60 +76,6 @@ Round* claim_round(const void* work) {
   return nullptr;
 }
 
-uint32_t microseconds(uint64_t ns) {
-  const uint64_t us = ns / kNanosecondsPerMicrosecond;
-  return us < TOCSIN_FRAME_DUR_OPEN ? static_cast<uint32_t>(us) : TOCSIN_FRAME_DUR_OPEN - 1;
-}
-
-// As `signatures` in diagnosis/contracts/probeframe.py. An all-to-all may have another count on each member.
-uint32_t signature_of(const Operation& operation) {
-  uint64_t hash = 0x9E3779B97F4A7C15u;
-  const uint64_t words[] = {operation.op, operation.dtype,
-                            operation.op == TOCSIN_OP_ALL_TO_ALL ? 0 : operation.count,
-                            static_cast<uint64_t>(operation.root)};
-  for (const uint64_t word : words) {
-    hash = (hash ^ word) * 0xD6E8FEB86659FD93u;
-    hash ^= hash >> 32;
-  }
-  const uint32_t low = static_cast<uint32_t>(hash);
-  return low == TOCSIN_FRAME_SIGNATURE_UNKNOWN ? 1 : low;
-}
-
-// Keeps the recorded rounds 2 to 32 seconds apart from first to last: see `stride` in the frame's definition.
-void adapt_stride(Communicator& communicator, tocsin_slot& slot, uint64_t now) {
-  const uint32_t stride = load(slot.stride);
-  if (stride > 1 && now - load(communicator.recorded_ns) > kSpacing_ns) {
-    store(slot.stride, stride / 2);
-    store(communicator.restrided, load(communicator.recorded));
-    return;
-  }
-  const uint64_t recorded = load(communicator.recorded);
-  const uint64_t oldest_ns = load(communicator.entered_ns[recorded % TOCSIN_FRAME_ROUND_COUNT]);
-  if (recorded - load(communicator.restrided) >= TOCSIN_FRAME_ROUND_COUNT && now - oldest_ns < kSpan_ns &&
-      stride < kStrideMax) {
-    store(slot.stride, stride * 2);
-    store(communicator.restrided, recorded);
-  }
-}
-
-// The entry's duration says "open" before anything else of it changes, and its seq comes last.
-tocsin_round* record(Communicator& communicator, tocsin_slot& slot, const Round& round, uint64_t gap_ns) {
-  adapt_stride(communicator, slot, round.entered_ns);
-  const uint32_t seq = static_cast<uint32_t>(round.seq);
-  if (seq == 0 || (seq & (load(slot.stride) - 1))) {  // 0 marks an unused entry
-    return nullptr;
-  }
-  const uint64_t position = add(communicator.recorded, 1) % TOCSIN_FRAME_ROUND_COUNT;
-  store(communicator.entered_ns[position], round.entered_ns);
-  store(communicator.recorded_ns, round.entered_ns);
-  tocsin_round& entry = slot.rounds[position];
-  store_release(entry.dur_us, TOCSIN_FRAME_DUR_OPEN);
-  store_release(entry.gap_us, microseconds(gap_ns));
-  store_release(entry.signature, round.signature);
-  store_release(entry.seq, seq);
-  return &entry;
-}
-
 // Own time before a round: since the process last left or entered any operation.
 uint64_t gap_before(uint64_t now) {
   const uint64_t left = load(g_frame->header.last_leave_ns);
@@ -177,7 +120,7 @@ void round_entered(const void* group, const void* work, const Operation& operati
   }
   tocsin_slot& slot = *communicator->slot;
   const uint64_t seq = add(communicator->enqueued, 1) + 1;
-  const uint64_t now = now_ns();
+  const uint64_t now = tocsin_now_ns();
   const uint64_t gap_ns = gap_before(now);
   store(g_last_enter_ns, now);
   store(slot.op, operation.op);
@@ -198,9 +141,9 @@ void round_entered(const void* group, const void* work, const Operation& operati
   round->communicator = communicator;
   round->seq = seq;
   round->entered_ns = now;
-  round->signature = signature_of(operation);
+  round->signature = tocsin_signature(operation.op, operation.dtype, operation.count, operation.root);
   round->started = false;
-  round->entry = record(*communicator, slot, *round, gap_ns);
+  round->entry = tocsin_record(&communicator->recording, &slot, seq, now, gap_ns, round->signature);
   add_release(slot.enqueued, 1);
 }
 
@@ -216,7 +159,7 @@ void round_started(const void* work) {
   thread.failed = false;
   thread.open = claim_open(slot, *round);
   round->started = true;
-  store(slot.t_started_ns, now_ns());
+  store(slot.t_started_ns, tocsin_now_ns());
   add_release(slot.started, 1);
 }
 
@@ -228,7 +171,7 @@ void round_ended(const void* work, bool failed) {
   }
   Communicator& communicator = *round->communicator;
   tocsin_slot& slot = *communicator.slot;
-  const uint64_t now = now_ns();
+  const uint64_t now = tocsin_now_ns();
   const uint64_t duration_ns = now - round->entered_ns;
   if (round == thread.round) {
     failed |= thread.failed;
@@ -238,7 +181,7 @@ void round_ended(const void* work, bool failed) {
     thread.round = nullptr;
   }
   if (round->entry && load(round->entry->seq) == static_cast<uint32_t>(round->seq)) {
-    store(round->entry->dur_us, microseconds(duration_ns));
+    store(round->entry->dur_us, tocsin_microseconds(duration_ns));
   }
   if (failed) {
     add(slot.errors, 1);
@@ -275,7 +218,7 @@ void step_waiting(const void* buffer, uint8_t direction) {
     return;
   }
   if (direction == TOCSIN_WAITSTATE_RECV) {
-    thread.waiting_since_ns = now_ns();
+    thread.waiting_since_ns = tocsin_now_ns();
   }
   const Posted& posted = thread.posted[hash_of(buffer) % kBuffersMax];
   const int32_t peer = direction == TOCSIN_WAITSTATE_SEND ? posted.send_peer : posted.recv_peer;
@@ -289,7 +232,7 @@ void step_done(int32_t peer, uint8_t direction) {
   Thread& thread = t_thread;
   if (!thread.round) {
     if (load_acquire(g_frame_state) == FRAME_ON) {
-      store(g_frame->header.last_leave_ns, now_ns());
+      store(g_frame->header.last_leave_ns, tocsin_now_ns());
     }
     return;
   }
@@ -313,7 +256,7 @@ void step_done(int32_t peer, uint8_t direction) {
   }
   if (lane) {
     add(lane->recv_steps, 1);
-    add(lane->recv_wait_us, microseconds(now_ns() - thread.waiting_since_ns));
+    add(lane->recv_wait_us, tocsin_microseconds(tocsin_now_ns() - thread.waiting_since_ns));
   }
 }
 

@@ -6,6 +6,8 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "old_glibc.h"
+
 namespace tocsin {
 
 void* g_real[SYMBOL_COUNT];

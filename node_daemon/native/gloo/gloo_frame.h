@@ -30,9 +30,4 @@ inline Frame* frame() {
   return state == FRAME_OFF ? nullptr : make_frame();
 }
 
-// A line on stderr where TOCSIN_PROBE_DEBUG is set.
-void debug_line(const char* text);
-
-uint64_t now_ns();
-
 }  // namespace tocsin

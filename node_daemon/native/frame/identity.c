@@ -1,32 +1,30 @@
 #include "identity.h"
 
 #include <fcntl.h>
+#include <stdbool.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
-namespace tocsin {
-
-namespace {
-
-constexpr int32_t kNumberMax = 0x7FFFFFFE;
+enum { kNumberMax = 0x7FFFFFFE };
 
 // Reads a decimal number at `text` and moves it behind it; -1 and unmoved where there is none or it is too great.
-int32_t take_number(const char*& text) {
-  const char* at = text;
+static int32_t take_number(const char** text) {
+  const char* at = *text;
   int64_t value = 0;
   while (*at >= '0' && *at <= '9' && value <= kNumberMax) {
     value = value * 10 + (*at++ - '0');
   }
-  if (at == text || value > kNumberMax) {
+  if (at == *text || value > kNumberMax) {
     return -1;
   }
-  text = at;
-  return static_cast<int32_t>(value);
+  *text = at;
+  return (int32_t)value;
 }
 
 // Entry `index` of a comma-separated list of numbers, -1 where it is absent or no number.
-int32_t list_entry(const char* list, int32_t index) {
+static int32_t list_entry(const char* list, int32_t index) {
   for (; index > 0; --index) {
     list = strchr(list, ',');
     if (!list) {
@@ -34,21 +32,21 @@ int32_t list_entry(const char* list, int32_t index) {
     }
     ++list;
   }
-  const int32_t value = take_number(list);
+  const int32_t value = take_number(&list);
   return *list == ',' || *list == '\0' ? value : -1;
 }
 
-int32_t read_local_rank(int32_t world_size) {
-  const int32_t local_rank = env_number("LOCAL_RANK");
+static int32_t read_local_rank(int32_t world_size) {
+  const int32_t local_rank = tocsin_env_number("LOCAL_RANK");
   if (local_rank >= 0) {
     return local_rank;
   }
   // Slurm's own number means the same only where every rank is a task.
-  const bool rank_per_task = world_size > 0 && env_number("SLURM_NTASKS") == world_size;
-  return rank_per_task ? env_number("SLURM_LOCALID") : -1;
+  const bool rank_per_task = world_size > 0 && tocsin_env_number("SLURM_NTASKS") == world_size;
+  return rank_per_task ? tocsin_env_number("SLURM_LOCALID") : -1;
 }
 
-bool list_holds(const char* list, int32_t number) {
+static bool list_holds(const char* list, int32_t number) {
   int32_t entry = 0;
   for (int32_t i = 0; entry >= 0; ++i) {
     entry = list_entry(list, i);
@@ -62,7 +60,7 @@ bool list_holds(const char* list, int32_t number) {
 // CUDA_VISIBLE_DEVICES counts the node's GPUs or, inside Slurm's device cgroup, those granted to the job from 0. A list
 // with a number that was not granted must be of the second kind; where both readings are possible and differ, nobody
 // knows.
-int32_t on_node(const char* visible, int32_t number) {
+static int32_t on_node(const char* visible, int32_t number) {
   const char* step_gpus = getenv("SLURM_STEP_GPUS");
   const char* granted = step_gpus ? step_gpus : getenv("SLURM_JOB_GPUS");
   const int32_t renumbered = granted ? list_entry(granted, number) : -1;
@@ -77,7 +75,7 @@ int32_t on_node(const char* visible, int32_t number) {
   return -1;
 }
 
-int32_t read_gpu(int32_t local_rank) {
+static int32_t read_gpu(int32_t local_rank) {
   const char* visible = getenv("CUDA_VISIBLE_DEVICES");
   if (!visible || !*visible) {
     return local_rank;
@@ -87,28 +85,26 @@ int32_t read_gpu(int32_t local_rank) {
   return number < 0 ? -1 : on_node(visible, number);
 }
 
-}  // namespace
-
-int32_t env_number(const char* name) {
+int32_t tocsin_env_number(const char* name) {
   const char* text = getenv(name);
   if (!text) {
     return -1;
   }
-  const int32_t value = take_number(text);
+  const int32_t value = take_number(&text);
   return *text == '\0' ? value : -1;
 }
 
-Identity read_identity(int32_t rank, int32_t world_size) {
-  Identity who;
-  who.rank = rank >= 0 ? rank : env_number("RANK");
-  who.world_size = world_size > 0 ? world_size : env_number("WORLD_SIZE");
+tocsin_identity tocsin_read_identity(int32_t rank, int32_t world_size) {
+  tocsin_identity who;
+  who.rank = rank >= 0 ? rank : tocsin_env_number("RANK");
+  who.world_size = world_size > 0 ? world_size : tocsin_env_number("WORLD_SIZE");
   who.local_rank = read_local_rank(who.world_size);
   who.gpu = read_gpu(who.local_rank);
-  who.step_id = env_number("SLURM_STEP_ID");
+  who.step_id = tocsin_env_number("SLURM_STEP_ID");
   return who;
 }
 
-uint64_t read_start_ticks() {
+uint64_t tocsin_read_start_ticks(void) {
   char text[1024];
   const int fd = open("/proc/self/stat", O_RDONLY | O_CLOEXEC);
   if (fd < 0) {
@@ -124,7 +120,30 @@ uint64_t read_start_ticks() {
   for (int field = 2; at && field < 22; ++field) {
     at = strchr(at + 1, ' ');
   }
-  return at ? strtoull(at + 1, nullptr, 10) : 0;
+  if (!at) {
+    return 0;
+  }
+  uint64_t ticks = 0;
+  for (++at; *at >= '0' && *at <= '9'; ++at) {
+    ticks = ticks * 10 + (uint64_t)(*at - '0');
+  }
+  return ticks;
 }
 
-}  // namespace tocsin
+const char* tocsin_frame_directory(void) {
+  const char* directory = getenv("TOCSIN_FRAME_DIR");
+  const char* disabled = getenv("TOCSIN_DISABLE");
+  const bool off = disabled && strcmp(disabled, "") != 0 && strcmp(disabled, "0") != 0;
+  return directory && *directory && !off ? directory : NULL;
+}
+
+void tocsin_debug_line(const char* text) {
+  if (!getenv("TOCSIN_PROBE_DEBUG")) {
+    return;
+  }
+  char line[256];
+  const int length = snprintf(line, sizeof line, "tocsin probe[%d]: %s\n", getpid(), text);
+  const size_t kept = length < (int)sizeof line ? (size_t)length : sizeof line - 1;
+  const ssize_t written = write(STDERR_FILENO, line, kept);
+  (void)written;
+}
