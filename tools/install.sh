@@ -43,6 +43,7 @@ missing_packages() {
         command -v "${pair% *}" >/dev/null || echo "${pair#* }"
     done
     [ -e /usr/include/stdio.h ] || echo libc6-dev
+    [ "$what" = demo ] || [ -e /usr/include/slurm/spank.h ] || echo libslurm-dev
     [ -e "${SSL_CERT_FILE:-/etc/ssl/certs/ca-certificates.crt}" ] || echo ca-certificates
     found=$(python)
     if [ -z "$found" ] || ! "$found" -c 'import ensurepip, venv' 2>/dev/null; then
@@ -76,7 +77,7 @@ fi
 # Everything that an installation depends on. `test` holds all that `demo` needs.
 sources() {
     echo pyproject.toml CMakeLists.txt tools/install.sh
-    find node_daemon/native -name '*.[ch]' -o -name '*.cpp' -o -name CMakeLists.txt | LC_ALL=C sort
+    find node_daemon/native slurm_plugins/spank -name '*.[ch]' -o -name '*.cpp' -o -name CMakeLists.txt | LC_ALL=C sort
 }
 # shellcheck disable=SC2046
 state=$(cat $(sources) | sha256sum | cut -d' ' -f1)
