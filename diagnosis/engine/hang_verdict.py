@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from diagnosis.contracts.incident import Floats
 from diagnosis.contracts.verdict import DOMAIN_OF_CAUSE, Action, Culprit, EvidenceItem, Verdict
 from diagnosis.engine import words
+from diagnosis.engine.accused import name_gpus
 from diagnosis.engine.cuts import Cut, find_cut
 from diagnosis.engine.fabric import dead_flows, locate
 from diagnosis.engine.lanes import Lanes
+from diagnosis.engine.shapes import usual_steps
 from diagnosis.engine.thresholds import Thresholds
 from diagnosis.engine.waits import GONE, HALTED, Stall
 from diagnosis.engine.witnesses import Finding, Witnesses, gather
@@ -28,7 +29,7 @@ class _Case:
         self.stall = stall
         self.unseen = unseen
         self.job = lanes.incident.job
-        self.witnesses: Witnesses = gather(lanes.incident, limits)
+        self.witnesses: Witnesses = name_gpus(gather(lanes.incident, limits), lanes.incident)
         seconds = stall.quiet_ms / 1000
         quiet = f"for {seconds:.1f} s" if np.isfinite(seconds) else "for an unknown time"
         waiting = int(stall.waiting.sum())
@@ -190,15 +191,18 @@ def _find_inside(case: _Case) -> list[Culprit]:
     culprits = _dead_links(case)
     if culprits:
         return culprits
+    usual = usual_steps(case.lanes)
     for comm in case.stall.innermost:
-        cut = find_cut(case.lanes, case.stall.now, comm, _usual_steps(case.lanes))
+        cut = find_cut(case.lanes, case.stall.now, case.stall.begun, comm, usual)
         size = int(case.lanes.sizes[comm])
         text = f"all {size} members are inside the round of communicator {_name(case, cut)}: {cut.counts}"
         if len(case.evidence) < EVIDENCE_MAX:
             case.evidence.append(EvidenceItem(kind="steps", text=text))
         known = {culprit.rank for culprit in culprits}
         culprits += [c for c in _from_cut(case, cut) if c.rank is None or c.rank not in known]
-    return culprits or _from_transfers(case)
+    if all(culprit.confidence < COUNTED for culprit in culprits):
+        return _from_broken(case) or culprits
+    return culprits
 
 
 def _stands_inside(case: _Case, culprits: list[Culprit]) -> Verdict:
@@ -232,21 +236,6 @@ def _name(case: _Case, cut: Cut) -> str:
     return case.lanes.incident.communicators.ids[cut.comm]
 
 
-def _usual_steps(lanes: Lanes) -> Floats:
-    """Steps sent per healthy round of each lane (M,)."""
-    frames = lanes.incident.frames
-    rows = np.flatnonzero(
-        (lanes.nth_last[frames.frame] > 0) & (lanes.lane_of_row >= 0) & (np.nan_to_num(frames.rounds) > 0)
-    )
-    rows = rows[~np.isnan(frames.send[rows])]
-    lane = lanes.lane_of_row[rows]
-    rounds = np.bincount(lane, frames.rounds[rows], lanes.count)
-    steps = np.bincount(lane, frames.send[rows], lanes.count)
-    usual = np.full(lanes.count, np.nan)
-    np.divide(steps, rounds, out=usual, where=rounds > 0)
-    return usual
-
-
 def _from_cut(case: _Case, cut: Cut) -> list[Culprit]:
     """Who is guilty of a cut: the suspect of the counts, the hardware that says it is broken, or the link between."""
     lanes = case.lanes
@@ -265,15 +254,35 @@ def _from_cut(case: _Case, cut: Cut) -> list[Culprit]:
     return [_link(case, cut.edge)] if cut.edge else []
 
 
-def _from_transfers(case: _Case) -> list[Culprit]:
-    """Point-to-point transfers that stand open: the sender may have sent and gone on, so only hardware convicts."""
-    ends = [rank for pair in case.stall.receivers for rank in pair if rank >= 0]
-    broken = _broken(case, ends)
-    if broken is not None:
-        rank, finding = broken
-        _cite(case, [finding])
-        return [case.culprit(rank, finding.cause, 0.9, "nic" if finding.cause == "nic_fault" else "gpu")]
-    return []
+def _from_broken(case: _Case) -> list[Culprit]:
+    """Where no steps tell (NVLink under a stock NCCL, point-to-point): the one GPU or NIC that is broken for certain
+    and that some round now needs. The sender of an open transfer may have gone on, so only hardware convicts."""
+    found: dict[tuple[str, int | str], tuple[int, Finding]] = {}
+    for rank in _waiting_ranks_with_findings(case):
+        for finding in case.about(rank, HARDWARE):
+            if finding.decisive and finding.entity != "" and _needed(case, rank, finding.cause):
+                found.setdefault((finding.node, finding.entity), (rank, finding))
+    if len(found) != 1:
+        return []
+    ((rank, finding),) = found.values()
+    _cite(case, [finding])
+    return [case.culprit(rank, finding.cause, 0.9, "nic" if finding.cause == "nic_fault" else "gpu")]
+
+
+def _waiting_ranks_with_findings(case: _Case) -> list[int]:
+    names = case.job.node_names
+    told = np.isin(case.job.node, [at for at, name in enumerate(names) if name in case.witnesses.of_node])
+    return [int(rank) for rank in np.flatnonzero(told & (case.job.node >= 0))]
+
+
+def _needed(case: _Case, rank: int, cause: str) -> bool:
+    """Whether a rank stands in, or others wait for it in, a round that goes through the thing that is broken."""
+    lanes, stall = case.lanes, case.stall
+    transports = lanes.incident.communicators.transport
+    mine = np.flatnonzero((lanes.rank == rank) & stall.stalled[lanes.comm])
+    if cause != "nic_fault":
+        return len(mine) > 0
+    return any(transports[lanes.comm[lane]].upper() != "NVLINK" for lane in mine)
 
 
 def _broken(case: _Case, ranks: list[int]) -> tuple[int, Finding] | None:
@@ -297,7 +306,7 @@ def _dead_links(case: _Case) -> list[Culprit]:
     fabric = case.lanes.incident.fabric
     if fabric is None or not dead_flows(fabric).any():
         return []
-    places = [place for place in locate(fabric) if place.kind in ("link", "switch")]
+    places = [place for place in locate(fabric, _well_connected(case)) if place.kind in ("link", "switch")]
     for place in places:
         case.evidence.append(EvidenceItem(kind="flows", text=place.text, witness="network"))
     return [
@@ -311,6 +320,17 @@ def _dead_links(case: _Case) -> list[Culprit]:
         )
         for place in places
     ]
+
+
+def _well_connected(case: _Case) -> set[int]:
+    """Ranks whose NIC has told that its link is up: dead flows are not its doing."""
+    table = case.lanes.incident.ib
+    if table is None or "link" not in table.values:
+        return set()
+    up = np.flatnonzero((table.values["link"] > 0) & (table.node >= 0))
+    told = {(case.job.node_names[table.node[row]], table.entity[row]) for row in up}
+    places = ((rank, case.where(rank)) for rank in range(case.lanes.world))
+    return {rank for rank, (node, _, nic) in places if node is not None and nic is not None and (node, nic) in told}
 
 
 def _link(case: _Case, edge: tuple[int, int]) -> Culprit:

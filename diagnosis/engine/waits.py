@@ -31,6 +31,7 @@ import numpy as np
 from diagnosis.contracts.incident import Kind, State
 from diagnosis.engine.circles import find_circle
 from diagnosis.engine.lanes import Bools, Lanes, Longs, Now, newest
+from diagnosis.engine.presence import Signs, begun
 from diagnosis.engine.thresholds import Thresholds
 
 HALTED = frozenset("TtXZ")
@@ -53,6 +54,7 @@ class Stall:
     waiting: Bools
     unheard: Bools
     now: Now
+    begun: Signs
     roots: list[int] = field(default_factory=list)
     waiters: dict[int, int] = field(default_factory=dict)
     entered: set[int] = field(default_factory=set)
@@ -80,23 +82,34 @@ def find_stall(lanes: Lanes, limits: Thresholds) -> Stall | None:
     """The hang of a job; None while it moves."""
     now = newest(lanes)
     bound_ms = max(limits.hang_floor_s * 1000, limits.hang_factor * longest_round_ms(lanes))
-    pending, known = now.pending, ~np.isnan(now.age_ms)
-    everybody_still = not (np.nan_to_num(now.rounds) > 0).any()
-    long = pending & np.where(known, now.age_ms >= bound_ms, everybody_still & (lanes.nth_last.max(initial=0) > 0))
+    long = _long(lanes, now, bound_ms)
     stalled = lanes.members_in(long) > 0
     if not stalled.any():
         return None
     in_stall = stalled[lanes.comm]
     unheard = _unheard(lanes, now, long)
     now = replace(now, heard=now.heard & ~unheard[lanes.rank])
-    pending = now.pending
-    waiting = lanes.ranks_in(pending & in_stall)
-    ages = now.age_ms[now.heard & known & in_stall]
-    stall = Stall(float(ages.min()) if len(ages) else np.nan, stalled, waiting, unheard, now)
+    waiting = lanes.ranks_in(now.pending & in_stall)
+    ages = now.age_ms[now.heard & ~np.isnan(now.age_ms) & in_stall]
+    quiet_ms = float(ages.min()) if len(ages) else np.nan
+    stall = Stall(quiet_ms, stalled, waiting, unheard, now, begun(lanes, now, stalled))
     _find_divergence(lanes, stall)
     if not stall.divergent:
         _find_roots(lanes, stall)
     return stall
+
+
+def _long(lanes: Lanes, now: Now, bound_ms: float) -> Bools:
+    """Lanes that are inside a round for longer than the bound (M,).
+
+    Where the age is not told, a rank that ended no round in its window is as long inside as the others are; where no
+    age is told at all, that must be so of all ranks, and an earlier sample must show that it was not always so.
+    """
+    known, moved = ~np.isnan(now.age_ms), np.nan_to_num(now.rounds) > 0
+    sure = now.pending & known & (now.age_ms >= bound_ms)
+    if not sure.any() and (moved.any() or lanes.nth_last.max(initial=0) == 0):
+        return sure
+    return np.asarray(sure | (now.pending & ~known & ~lanes.ranks_in(moved)[lanes.rank]), np.bool_)
 
 
 def _find_divergence(lanes: Lanes, stall: Stall) -> None:
@@ -127,13 +140,12 @@ def _vote(lanes: Lanes, stall: Stall, comm: int, here: Longs) -> None:
     right = votes[0][0]
     if votes[0][1] == votes[1][1]:
         tied = {code for code, count in votes if count == votes[0][1]}
-        elsewhere = Counter(
-            {code: count for code, count in _same_shape(lanes, now, comm, here).items() if code in tied}
-        ).most_common(2)
-        if not elsewhere or (len(elsewhere) == 2 and elsewhere[0][1] == elsewhere[1][1]):
+        told = _clear(_same_shape(lanes, now, comm, here), tied)
+        told = _clear(_run_before(lanes, comm), tied) if told is None else told
+        if told is None:
             stall.undecided.append(comm)
             return
-        right = elsewhere[0][0]
+        right = told
     for lane in here[now.signature[here] != right]:
         rank = int(lanes.rank[lane])
         if len(stall.divergent) < NAMED_MAX and rank not in stall.divergent:
@@ -150,8 +162,23 @@ def _same_shape(lanes: Lanes, now: Now, comm: int, here: Longs) -> Counter[int]:
     return Counter(int(code) for code in now.signature[others])
 
 
+def _run_before(lanes: Lanes, comm: int) -> Counter[int]:
+    """Operations that any communicator of the same size and transport ran in earlier samples: what a program repeats
+    every step is right against what it never ran."""
+    frames = lanes.incident.frames
+    earlier = (lanes.nth_last[frames.frame] > 0) & (lanes.lane_of_row >= 0) & (frames.signature >= 0)
+    rows = np.flatnonzero(earlier)
+    rows = rows[lanes.kind[lanes.comm[lanes.lane_of_row[rows]]] == lanes.kind[comm]]
+    return Counter(frames.signature[rows].tolist())
+
+
+def _clear(votes: Counter[int], tied: set[int]) -> int | None:
+    """The one of the tied operations that has most votes; None where none has, or two as many."""
+    most = Counter({code: count for code, count in votes.items() if code in tied}).most_common(2)
+    return None if not most or (len(most) == 2 and most[0][1] == most[1][1]) else most[0][0]
+
+
 def _find_roots(lanes: Lanes, stall: Stall) -> None:
-    now, pending = stall.now, stall.now.pending
     blamed, behind = _blame(lanes, stall)
     outside = np.flatnonzero((blamed > 0) & ~stall.waiting & ~stall.unheard)
     stall.left = _left_inside(lanes, stall)
@@ -161,23 +188,39 @@ def _find_roots(lanes: Lanes, stall: Stall) -> None:
     everybody = int(stall.waiting.sum())
     stall.waiters = {rank: int(blamed[rank]) or everybody - int(stall.waiting[rank]) for rank in stall.roots}
     stall.entered = {rank for rank in stall.roots if stall.waiting[rank]}
-    someone_behind = lanes.members_in(behind) > 0
-    current = _current(lanes, now, pending)
-    inside = lanes.members_in(current) > 0
-    unheard = stall.unheard[lanes.rank]
-    waits_for_silent = lanes.members_in(unheard) > 0
-    is_p2p = lanes.incident.communicators.kind == Kind.P2P
-    if not stall.roots and not stall.left:
-        _find_silent(lanes, stall, stall.stalled & inside & ~someone_behind & waits_for_silent, unheard)
-    still = stall.stalled & inside & ~someone_behind & ~is_p2p
-    stall.innermost = [int(comm) for comm in np.flatnonzero(still)][:NAMED_MAX]
+    _find_still(lanes, stall, lanes.members_in(behind) > 0)
     if not stall.roots and not stall.left and (stall.silent or not stall.innermost):
         _find_circle(lanes, stall, behind)
 
 
+def _find_still(lanes: Lanes, stall: Stall, someone_behind: Bools) -> None:
+    """Rounds that nobody heard is missing in: all have entered, or only silent members can be missing.
+
+    A silent rank that its neighbours' steps show inside one of these rounds is a victim there; a round that lacks it
+    elsewhere waits for a victim and needs no other explanation.
+    """
+    steps, unheard = stall.begun, stall.unheard[lanes.rank]
+    inside = lanes.members_in(_current(lanes, stall)) > 0
+    seen_inside = lanes.ranks_in(unheard & (steps > 0) & stall.stalled[lanes.comm])[lanes.rank]
+    may_lack = unheard & (steps <= 0)
+    explained = lanes.members_in(may_lack & seen_inside) > 0
+    suspects = may_lack & ~seen_inside
+    still = stall.stalled & inside & ~someone_behind & ~explained
+    if not stall.roots and not stall.left:
+        fell_silent = suspects & _spoke_once(lanes)[lanes.rank]
+        of_fallen = still & (lanes.members_in(fell_silent) > 0)
+        if of_fallen.any():
+            _find_silent(lanes, stall, of_fallen, fell_silent)
+        else:
+            _find_silent(lanes, stall, still & (lanes.members_in(suspects) > 0), suspects)
+    lacking = lanes.members_in(unheard & (steps < 0)) > 0
+    is_p2p = lanes.incident.communicators.kind == Kind.P2P
+    stall.innermost = [int(comm) for comm in np.flatnonzero(still & ~lacking & ~is_p2p)][:NAMED_MAX]
+
+
 def _find_circle(lanes: Lanes, stall: Stall, behind: Bools) -> None:
     """Who waits for each other. A circle that somebody is to blame for is seen, so it goes before what is unheard."""
-    found = find_circle(lanes, stall.now.pending & ~_queued(lanes, stall.now), behind)
+    found = find_circle(lanes, stall.now.pending & ~_queued(lanes, stall), behind)
     stall.divergent = found.odd
     if not stall.silent:
         stall.circle = found.ranks
@@ -209,6 +252,13 @@ def _unheard(lanes: Lanes, now: Now, long: Bools) -> Bools:
     return ~spoke | (moving & missing) | _older_than_its_node(lanes)
 
 
+def _spoke_once(lanes: Lanes) -> Bools:
+    """Ranks that were ever heard (W,). A silence that began is an event, one that always was a gap in what came."""
+    spoke = np.zeros(lanes.world, np.bool_)
+    spoke[lanes.incident.frames.rank] = True
+    return spoke
+
+
 def _older_than_its_node(lanes: Lanes) -> Bools:
     """Ranks whose newest frame is older than those of their node by more than one and a half windows (W,)."""
     frames, job = lanes.incident.frames, lanes.incident.job
@@ -233,7 +283,7 @@ def _blame(lanes: Lanes, stall: Stall) -> tuple[Longs, Bools]:
     waits = pending & stall.stalled[lanes.comm] & ~p2p
     wanted = lanes.over_members(np.where(waits, now.done + 1, -1.0), np.maximum)
     here = now.heard & ~p2p & stall.stalled[lanes.comm]
-    behind = here & ((~pending & (now.seq < wanted[lanes.comm])) | _queued(lanes, now))
+    behind = here & ((~pending & (now.seq < wanted[lanes.comm])) | _queued(lanes, stall))
     waiters = lanes.members_in(waits & (now.done + 1 >= wanted[lanes.comm]))
     blamed = np.zeros(lanes.world, np.int64)
     np.add.at(blamed, lanes.rank[behind], waiters[lanes.comm[behind]].astype(np.int64))
@@ -243,12 +293,19 @@ def _blame(lanes: Lanes, stall: Stall) -> tuple[Longs, Bools]:
     return blamed, behind
 
 
-def _queued(lanes: Lanes, now: Now) -> Bools:
+def _queued(lanes: Lanes, stall: Stall) -> Bools:
     """Rounds that are enqueued and have not begun (M,): the rank is seen running another, or no step was made."""
-    running = now.pending & (now.state == State.RUNNING)
-    elsewhere = lanes.ranks_in(running)
-    untouched = (now.send == 0) & (now.recv == 0)
-    return np.asarray(now.pending & (now.state == State.ENQUEUED) & (elsewhere[lanes.rank] | untouched), np.bool_)
+    now = stall.now
+    running = _running(stall)
+    untouched = ((now.send == 0) & (now.recv == 0)) | (stall.begun < 0)
+    waits = now.pending & (now.state == State.ENQUEUED) & ~running
+    return np.asarray(waits & (lanes.ranks_in(running)[lanes.rank] | untouched), np.bool_)
+
+
+def _running(stall: Stall) -> Bools:
+    """Rounds that a rank is known to stand in (M,): it says so, or steps were made in one that it says is enqueued."""
+    now = stall.now
+    return np.asarray(now.pending & ((now.state == State.RUNNING) | (stall.begun > 0)), np.bool_)
 
 
 def _peer_of(lanes: Lanes, receivers: Longs) -> Longs:
@@ -265,11 +322,10 @@ def _peer_of(lanes: Lanes, receivers: Longs) -> Longs:
     return peer
 
 
-def _current(lanes: Lanes, now: Now, pending: Bools) -> Bools:
-    """Pending lanes that a rank may stand in (M,): those seen running, or all where none is."""
-    running = pending & (now.state == State.RUNNING)
-    has_running = lanes.ranks_in(running)
-    return np.asarray(running | (pending & ~has_running[lanes.rank]), np.bool_)
+def _current(lanes: Lanes, stall: Stall) -> Bools:
+    """Pending lanes that a rank may stand in (M,): those known to run, or all where none is."""
+    running = _running(stall)
+    return np.asarray(running | (stall.now.pending & ~lanes.ranks_in(running)[lanes.rank]), np.bool_)
 
 
 def _receivers(lanes: Lanes, stall: Stall) -> list[tuple[int, int]]:

@@ -1,0 +1,72 @@
+"""What the transfer steps of a round tell of a member that tells nothing itself: has it begun the round?
+
+*Ring* (all-reduce, all-gather, reduce-scatter): a member sends its own chunk as soon as it is inside, whatever the
+others do. So one whose successor has received anything has begun; one whose successor is inside and has received
+nothing has not. A dead connection to the successor looks the same from there, but then the member itself took what
+its predecessor sent, and that one could send more than the slots of one connection hold. In a chain (broadcast, reduce)
+a member sends what it received: its successor's steps prove that it has begun, their absence nothing.
+
+*Tree*: nothing comes down before every member has passed its part up. A leaf that received anything proves that all
+members have begun.
+
+A rank stands in one round at a time. So one that has begun a round which still stands is a victim like all others
+in it, and a round of another communicator that lacks it waits for a victim.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from diagnosis.contracts.incident import Kind
+from diagnosis.engine.lanes import Bools, Lanes, Now
+from diagnosis.engine.shapes import CHAIN_OPS, RING_OPS, SLOTS, algorithm_is, is_heap, neighbours, usual_steps
+from diagnosis.evidence.signatures import signature_parts
+
+TREES_MAX: Final = 256
+
+Signs = NDArray[np.int8]
+
+
+def begun(lanes: Lanes, now: Now, stalled: Bools) -> Signs:
+    """For each lane (M,) 1: has begun the round that is waited for in its communicator, -1: has not, 0: nobody knows.
+
+    `stalled` (C,): communicators in which somebody has long waited. Told are only lanes of communicators whose
+    algorithm is known.
+    """
+    waits = now.pending & stalled[lanes.comm]
+    wanted = lanes.over_members(np.where(waits, now.done + 1, -1.0), np.maximum)[lanes.comm]
+    inside = waits & (now.done + 1 == wanted)
+    result = np.zeros(lanes.count, np.int8)
+    _in_rings(lanes, now, inside, result)
+    result[waits & ((now.send > 0) | (now.recv > 0))] = 1
+    _in_trees(lanes, now, stalled, inside, result)
+    return result
+
+
+def _in_trees(lanes: Lanes, now: Now, stalled: Bools, inside: Bools, result: Signs) -> None:
+    trees = np.flatnonzero(stalled & algorithm_is(lanes, "TREE") & (lanes.members_in(now.heard) < lanes.sizes))
+    usual = usual_steps(lanes) if len(trees) else np.empty(0)
+    for comm in trees[:TREES_MAX]:
+        members = lanes.of_comm(int(comm))
+        leaf = 2 * np.arange(lanes.sizes[comm]) + 1 >= lanes.sizes[comm]
+        if (inside[members] & leaf & (now.recv[members] > 0)).any() and is_heap(usual[members]):
+            result[members] = 1
+
+
+def _in_rings(lanes: Lanes, now: Now, inside: Bools, result: Signs) -> None:
+    ring = algorithm_is(lanes, "RING") & (lanes.incident.communicators.kind != Kind.P2P) & (lanes.sizes > 1)
+    of_ring = ring[lanes.comm]
+    words = lanes.incident.frames.signatures
+    ops = [signature_parts(text).op for text in words]
+    circular = np.array([op in RING_OPS for op in ops] + [False])[now.signature]
+    linear = np.array([op in CHAIN_OPS for op in ops] + [False])[now.signature]
+    before, after = neighbours(lanes)
+    followed = of_ring & inside[after]
+    received = now.recv[after]
+    # A predecessor that sent more than the slots hold was taken from.
+    taken = inside[before] & (now.send[before] > SLOTS)
+    result[followed & circular[after] & (received == 0) & ~taken] = -1
+    result[followed & (circular | linear)[after] & (received > 0)] = 1
