@@ -228,7 +228,8 @@ static bool directory_stands(const struct tocsin_place *place) {
   return lstat(path, &about) == 0 && is_own_and_private(&about);
 }
 
-static bool readable(const char *path) { return access(path, R_OK) == 0; }
+// By the effective user: slurmstepd, which calls us as the user for a moment, stays root at heart.
+static bool readable(const char *path) { return euidaccess(path, R_OK) == 0; }
 
 static enum tocsin_trouble look_around(const struct tocsin_settings *settings) {
   if (!readable(settings->library) && !readable(settings->nccl_plugin)) {

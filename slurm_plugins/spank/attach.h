@@ -1,5 +1,5 @@
-// What tocsin puts into a task's environment, and when it keeps out of it. The same rules as slurm_plugins/task_prolog.py,
-// which is their home in words; tests/attach_cases.py holds both to one table.
+// What tocsin puts into a task's environment, and when it keeps out of it. slurm_plugins/task_prolog.py has the same
+// rules and is their home in words; tests/attach_cases.py holds both to one table.
 //
 // Nothing here knows Slurm: the environment is a function, the changes are a list. No allocation, no output. The texts
 // and paths live as long as the struct that they were written to.
@@ -57,8 +57,8 @@ struct tocsin_place {
   char name[32];
 };
 
-// Looks whether the probes can be attached from where this process stands, and makes the directory for the frames as the
-// calling user, following no link. `node` counts for more than SLURMD_NODENAME where it is not NULL. `made` is NULL or
+// Looks whether the probes can be attached from where this process stands, and makes the directory for the frames as
+// the calling user, following no link. `node` counts for more than SLURMD_NODENAME where it is not NULL. `made` is NULL or
 // what an earlier call has made: that one is only looked for, since in a container's user namespace nobody can tell
 // whom the daemon's directory belongs to.
 enum tocsin_trouble tocsin_prepare(const struct tocsin_environment *environment, const struct tocsin_settings *settings,

@@ -5,12 +5,12 @@
 // A job never fails and never waits because of this: every function returns ESPANK_SUCCESS, whatever happened, and what
 // went wrong is one line. What is decided, and how, stands in attach.c; this file is the way between it and Slurm.
 //
-// When. slurmstepd calls user_init as the user, on the node as it is, before any task exists: there the directory for
-// the frames is made. It calls task_init in each task, just before its exec. By then a container plugin such as pyxis
-// has moved the task into the container's mount namespace (task_init_privileged), and perhaps into a user namespace
-// where the daemon's directory seems to belong to nobody; so task_init makes nothing, it looks whether what the task
-// needs is to be seen from where the task stands. A task that would not see it is left alone, and its user is told once
-// in a step; a fault of the node itself goes to slurmd's log.
+// When. slurmstepd calls user_init as the user, on the node as it is, before any task exists: there the settings are
+// read and the directory for the frames is made. It calls task_init in each task, just before its exec. By then a
+// container plugin such as pyxis has moved the task into the container's mount namespace (task_init_privileged), and
+// perhaps into a user namespace where the daemon's directory seems to belong to nobody; so task_init makes nothing, it
+// looks whether what the task needs is to be seen from where the task stands. A task that would not see it is left
+// alone, and its user is told once in a step; a fault of the node itself goes to slurmd's log.
 //
 // Compile it against the Slurm that loads it: Slurm refuses a plugin of another version.
 #define _GNU_SOURCE
@@ -34,7 +34,8 @@ static struct {
   enum mode site;      // default= in plugstack.conf
   enum mode user;      // --tocsin=
   const char *conf_path;
-  struct tocsin_settings settings;
+  struct tocsin_settings settings; // read in user_init: a container need not show the file
+  bool settled;
   struct tocsin_place place; // that user_init made
   bool made;
   enum tocsin_trouble on_node; // what user_init found wrong
@@ -54,7 +55,7 @@ static enum mode mode_named(const char *word) {
 // a job is touched, nor why it does not start.
 static int take_option(int value, const char *word, int remote) {
   (void)value;
-  g.user = word ? mode_named(word) : MODE_ON;
+  g.user = word && *word ? mode_named(word) : MODE_ON;
   if (g.user == MODE_UNSAID) {
     g.user = MODE_OFF;
     if (!remote) {
@@ -158,15 +159,19 @@ int slurm_spank_init(spank_t spank, int argc, char **argv) {
   return ESPANK_SUCCESS;
 }
 
-// On the node as it is, as the user: the directory, and what is wrong with the node.
+// On the node as it is, as the user: the settings, the directory, and what is wrong with the node.
 int slurm_spank_user_init(spank_t spank, int argc, char **argv) {
   (void)argc, (void)argv;
   const struct tocsin_environment environment = environment_of(spank);
-  if (spank_remote(spank) != 1 || is_off(&environment)) {
+  if (spank_remote(spank) != 1) {
     return ESPANK_SUCCESS;
   }
   g.on_node = tocsin_settle(&environment, g.conf_path, own_directory(), &g.settings);
-  if (g.on_node == TOCSIN_FINE) {
+  g.settled = g.on_node == TOCSIN_FINE;
+  if (is_off(&environment)) {
+    return ESPANK_SUCCESS;
+  }
+  if (g.settled) {
     g.on_node = tocsin_prepare(&environment, &g.settings, node_name(), NULL, &g.place);
     g.made = g.on_node == TOCSIN_FINE;
   }
@@ -184,8 +189,8 @@ int slurm_spank_task_init(spank_t spank, int argc, char **argv) {
   static struct tocsin_changes changes;
   const struct tocsin_environment environment = environment_of(spank);
   const bool off = is_off(&environment);
-  enum tocsin_trouble trouble = tocsin_settle(&environment, g.conf_path, own_directory(), &g.settings);
-  if (trouble == TOCSIN_FINE) {
+  enum tocsin_trouble trouble = g.settled ? TOCSIN_FINE : TOCSIN_BAD_SETTING;
+  if (g.settled) {
     if (!off) {
       trouble = tocsin_prepare(&environment, &g.settings, node_name(), g.made ? &g.place : NULL, &place);
     }

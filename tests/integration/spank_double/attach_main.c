@@ -1,4 +1,4 @@
-// The rules of the SPANK plugin without Slurm: what they make of this process's environment, in the words of a TaskProlog.
+// The rules of the SPANK plugin without Slurm: what they make of this process's environment, in a TaskProlog's words.
 #include <stdio.h>
 #include <stdlib.h>
 
