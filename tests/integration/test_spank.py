@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from diagnosis.contracts import probeframe
 from tests.integration.gloo_double import build
 from tests.integration.spank_site import SpankSite, told
 from tests.lab.cluster import TASK_PROLOG, Lab
@@ -49,6 +50,28 @@ def test_each_task_of_srun_writes_its_frame_and_the_job_hears_nothing(site: Span
     (job,) = set(done.stdout.split()) - {"ok", "nothing"}
     assert [path.parent.parent.name for path in site.frames(int(job))] == ["gpu001"] * 2 + ["gpu002"] * 2
     assert done.stderr == ""
+
+
+RANK = """\
+import os
+
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+dist.all_reduce(torch.ones(4))
+os._exit(0)  # as a crash ends it: the frame keeps what the communicator did
+"""
+
+
+def test_one_task_with_torchrun_has_a_frame_for_each_rank(site: SpankSite) -> None:
+    (site.lab.work / "rank.py").write_text(RANK)
+    options = ("--nproc-per-node=2", "--master-addr=127.0.0.1", "--master-port=29400")
+    environment = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    site.srun("-n1", "torchrun", *options, "rank.py", env=environment)
+    frames = [probeframe.parse(path.read_bytes()) for path in site.frames()]
+    assert sorted((int(frame.header["rank"]), int(frame.header["local_rank"])) for frame in frames) == [(0, 0), (1, 1)]
+    assert all(int(frame.slots[0]["done"]) >= 1 for frame in frames)
 
 
 def test_the_batch_script_and_its_steps_are_attached(site: SpankSite) -> None:

@@ -7,6 +7,7 @@
 #include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -18,7 +19,9 @@ static bool may_write(size_t bytes) {
 
 static bool is_own_file(int directory_fd, const char* name) {
   struct statx about;
-  return statx(directory_fd, name, AT_SYMLINK_NOFOLLOW, STATX_TYPE | STATX_UID, &about) == 0 &&
+  // Past glibc, whose statx() came with 2.28: a preloaded library that asks for a newer glibc than the container has
+  // keeps every program in it from starting.
+  return syscall(SYS_statx, directory_fd, name, AT_SYMLINK_NOFOLLOW, STATX_TYPE | STATX_UID, &about) == 0 &&
          S_ISREG(about.stx_mode) && about.stx_uid == geteuid();
 }
 
