@@ -2,9 +2,7 @@
 
 #include <stddef.h>
 
-#define LOAD(field) __atomic_load_n(&(field), __ATOMIC_RELAXED)
-#define STORE(field, value) __atomic_store_n(&(field), (value), __ATOMIC_RELAXED)
-#define STORE_RELEASE(field, value) __atomic_store_n(&(field), (value), __ATOMIC_RELEASE)
+#include "atomic_fields.h"
 
 enum { kStrideMax = 1 << 20 };
 
@@ -36,7 +34,7 @@ tocsin_round* tocsin_record(tocsin_recording* recording, tocsin_slot* slot, uint
   if (low == 0 || (low & (LOAD(slot->stride) - 1))) {  // 0 marks an unused entry
     return NULL;
   }
-  const uint64_t position = __atomic_fetch_add(&recording->recorded, 1, __ATOMIC_RELAXED) % TOCSIN_FRAME_ROUND_COUNT;
+  const uint64_t position = ADD(recording->recorded, 1) % TOCSIN_FRAME_ROUND_COUNT;
   STORE(recording->entered_ns[position], entered_ns);
   STORE(recording->newest_ns, entered_ns);
   tocsin_round* entry = &slot->rounds[position];
