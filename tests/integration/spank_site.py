@@ -82,9 +82,10 @@ class SpankSite:
         for directory in self.lab.frame_root.glob("*/*"):
             shutil.rmtree(directory)
 
-    def srun(self, *argv: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-        """`srun` that must succeed."""
-        done = self.lab.run("srun", *argv, env=env)
+    def srun(self, *argv: str, env: dict[str, str] | None = None, uid: int = 0) -> subprocess.CompletedProcess[str]:
+        """`srun` that must succeed, by another user where `uid` is not 0."""
+        identity = ("setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups") if uid else ()
+        done = self.lab.run(*identity, "srun", *argv, env=env)
         assert done.returncode == 0
         return done
 
