@@ -1,9 +1,9 @@
 """Slow-downs attributed: which ranks' own time and which communicators' transfer explain the loss.
 
-A rank is named when its excess explains a real part of the loss, stands clear of the noise between ranks, and it
-waits no longer than its peers. A communicator is named when its transfer grew for a real part of the loss and stands
-clear of what communicators of its kind do by themselves. When many are to name, it is not they but the job (or the
-network) that changed.
+A rank is named when its excess explains a real part of the loss, stands clear of the noise between ranks, and now it
+needs more time of its own than its peers (one that was the fastest and is now like all others holds up nobody). A
+communicator is named when its transfer grew for a real part of the loss and stands clear of what communicators of its
+kind do by themselves. When many are to name, it is not they but the job (or the network) that changed.
 """
 
 from __future__ import annotations
@@ -12,13 +12,15 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from diagnosis.contracts.incident import Floats, Kind
-from diagnosis.engine.lanes import Lanes, Longs, by_kind
+from diagnosis.contracts.incident import Floats
+from diagnosis.engine.lanes import Bools, Lanes, Longs, by_kind
 from diagnosis.engine.slowness import MAD_TO_SIGMA, Slowness
 from diagnosis.engine.thresholds import Thresholds
 
 NAMED_MAX = 256
 WHOLE_ROLE = 0.9
+DOUBLED = 0.5
+STANDS_OUT = 0.3
 
 
 @dataclass(slots=True)
@@ -53,6 +55,7 @@ def attribute(lanes: Lanes, slow: Slowness, limits: Thresholds) -> Blame:
 def _name_ranks(lanes: Lanes, slow: Slowness, part: Floats, limits: Thresholds, blame: Blame) -> None:
     with np.errstate(invalid="ignore"):
         clear = slow.excess_ms > limits.rank_noise_factor * slow.noise_ms
+        clear &= _apart_ms(slow, clear) > STANDS_OUT * slow.excess_ms
         large = slow.excess_ms > limits.own_time_part_min * slow.unit_ms
         explains = part >= limits.blame_share_min
     named = np.flatnonzero(clear & large & explains)
@@ -66,6 +69,16 @@ def _name_ranks(lanes: Lanes, slow: Slowness, part: Floats, limits: Thresholds, 
     blame.part_of_rank = {rank: float(min(part[rank], 1.0)) for rank in blame.ranks}
 
 
+def _apart_ms(slow: Slowness, clear: Bools) -> Floats:
+    """Each rank's own time above the middle of those of its role that did not grow (W,); infinite without such."""
+    usual = np.full(len(slow.role), -np.inf)
+    steady = ~clear & np.isfinite(slow.own_ms)
+    for members in by_kind(np.arange(len(slow.role)), slow.role):
+        if steady[members].any():
+            usual[members] = np.median(slow.own_ms[members][steady[members]])
+    return np.asarray(slow.own_ms - usual, np.float64)
+
+
 def _whole_roles(role: Longs, named: Longs) -> set[int]:
     """Roles nearly all of whose ranks are named, where there are several roles."""
     sizes, counts = np.bincount(role), np.bincount(role[named], minlength=int(role.max(initial=0)) + 1)
@@ -74,12 +87,11 @@ def _whole_roles(role: Longs, named: Longs) -> set[int]:
 
 
 def _name_comms(lanes: Lanes, slow: Slowness, limits: Thresholds, blame: Blame) -> None:
-    comms = lanes.incident.communicators
     with np.errstate(invalid="ignore", divide="ignore"):
         relative = slow.transfer_excess_ms / slow.transfer_ms
-        grown = (slow.transfer_part >= limits.transfer_share_min) & (relative >= limits.transfer_growth_min)
-    collective = comms.kind != Kind.P2P
-    told = np.flatnonzero(np.isfinite(slow.transfer_excess_ms) & collective)
+        share = np.where(relative >= DOUBLED, 0.5, 1.0) * limits.transfer_share_min
+        grown = (slow.transfer_part >= share) & (relative >= limits.transfer_growth_min)
+    told = np.flatnonzero(np.isfinite(slow.transfer_excess_ms))
     named: list[int] = []
     for here in by_kind(told, lanes.kind[told]):
         excess = slow.transfer_excess_ms[here]

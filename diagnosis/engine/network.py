@@ -50,7 +50,7 @@ def find_guilty(lanes: Lanes, slow: Slowness, blame: Blame, witnesses: Witnesses
     across = [comm for comm in blame.comms if transport[comm].upper() != "NVLINK"]
     found = _of_nvlink(lanes, inside, witnesses)
     if across:
-        found += _of_network(lanes, across, witnesses)
+        found += _of_network(lanes, slow, across, witnesses)
     return found
 
 
@@ -70,7 +70,7 @@ def _of_nvlink(lanes: Lanes, comms: list[int], witnesses: Witnesses) -> list[Gui
     return found[:NAMED_MAX]
 
 
-def _of_network(lanes: Lanes, comms: list[int], witnesses: Witnesses) -> list[Guilty]:
+def _of_network(lanes: Lanes, slow: Slowness, comms: list[int], witnesses: Witnesses) -> list[Guilty]:
     fabric = lanes.incident.fabric
     members = _members(lanes, comms)
     by_nic = [guilty for rank in members for guilty in [_nic_witness(lanes, rank, witnesses)] if guilty is not None]
@@ -78,7 +78,7 @@ def _of_network(lanes: Lanes, comms: list[int], witnesses: Witnesses) -> list[Gu
     places = locate(fabric, clean) if fabric is not None else []
     if by_nic:
         by_nic = _origin(by_nic)
-        if len(by_nic) <= max(NAMED_MAX, len(members) // 4) and _explain_all(lanes, comms, by_nic):
+        if len(by_nic) <= max(NAMED_MAX, len(members) // 4) and _explain_all(lanes, slow, comms, by_nic):
             return by_nic[:NAMED_MAX]
     named = [place for place in places if place.kind != "rank"]
     if named and named[0].flows >= max((place.flows for place in places if place.kind == "rank"), default=0):
@@ -124,10 +124,13 @@ def _origin(found: list[Guilty]) -> list[Guilty]:
     return own or found
 
 
-def _explain_all(lanes: Lanes, comms: list[int], found: list[Guilty]) -> bool:
+def _explain_all(lanes: Lanes, slow: Slowness, comms: list[int], found: list[Guilty]) -> bool:
+    """Whether those found are in most of the slowest communicators; the others are slow for sharing a path."""
     ranks = np.array([guilty.rank for guilty in found if guilty.rank is not None], np.int64)
-    explained = [comm for comm in comms if np.isin(lanes.rank[lanes.of_comm(comm)], ranks).any()]
-    return len(explained) >= 0.75 * len(comms)
+    greatest = max(float(slow.transfer_part[comm]) for comm in comms)
+    slowest = [comm for comm in comms if slow.transfer_part[comm] >= 0.5 * greatest]
+    explained = [comm for comm in slowest if np.isin(lanes.rank[lanes.of_comm(comm)], ranks).any()]
+    return len(explained) >= 0.75 * len(slowest)
 
 
 def _by_intersection(lanes: Lanes, comms: list[int]) -> list[Guilty]:

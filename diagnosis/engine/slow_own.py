@@ -7,6 +7,8 @@ throttled GPU under a rank that waits for its data loader is evidence of a throt
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from diagnosis.contracts.verdict import DOMAIN_OF_CAUSE, Culprit, EvidenceItem
@@ -19,13 +21,20 @@ from diagnosis.engine.witnesses import Finding
 
 GPU_CAUSES = ("gpu_clock_throttle", "hbm_degraded", "gpu_fault", "pcie_degraded")
 HOST_CAUSES = ("storage_stall", "host_contention")
+STALLED = ("dataloader_starvation", "storage_stall")
 FROM_HOST = ("dataloader_starvation", "storage_stall", "host_contention", "")
 NODE_PART_MIN = 0.75
 CONFIRMED = 0.3
+MINOR = 0.5
 
 
 def find_own(case: Case, blame: Blame) -> list[Culprit]:
-    culprits: list[Culprit] = []
+    """The ranks and nodes whose own time is to blame, most guilty first.
+
+    In a synchronous job a rank that is a little late beside one that is very late costs nothing: without a cause of its
+    own it is not named.
+    """
+    culprits: list[tuple[int, Culprit]] = []
     done: set[int] = set()
     for rank in blame.ranks:
         if rank in done:
@@ -37,8 +46,40 @@ def find_own(case: Case, blame: Blame) -> list[Culprit]:
             continue
         if culprit.domain != "hardware" and _refuted(case, rank, blame):
             continue
-        culprits.append(culprit)
+        culprits.append((rank, culprit))
+    if not culprits and not blame.comms and not case.slow.compared:
+        culprits = _stage_nodes(case, blame)
     blame.imbalance = bool(blame.roles) and not culprits
+    greatest = max((case.slow.excess_ms[rank] for rank, _ in culprits), default=0.0)
+    return [
+        culprit
+        for rank, culprit in culprits
+        if culprit.cause != "unknown"
+        or (case.slow.excess_ms[rank] >= MINOR * greatest and blame.part_of_rank[rank] >= MINOR)
+    ]
+
+
+def _stage_nodes(case: Case, blame: Blame) -> list[tuple[int, Culprit]]:
+    """Nodes that are slower than all others by most of the loss, and that say why themselves.
+
+    Without a baseline only peers can be compared, and a node that is a whole pipeline stage has none. That its stage
+    takes longer is no fault; that its functions wait for data by as much as is lost, and others' do not, is.
+    """
+    slow, job, culprits = case.slow, case.job, []
+    for number, name in enumerate(job.node_names):
+        mine = np.flatnonzero(job.node == number)
+        stage = slow.role[mine[0]] if len(mine) else -1
+        others = np.flatnonzero(np.isfinite(slow.own_ms) & (slow.role != stage))
+        if not np.array_equal(mine, np.flatnonzero(slow.role == stage)) or not len(others):
+            continue
+        own, usual = float(np.nanmedian(slow.own_ms[mine])), float(np.median(slow.own_ms[others]))
+        part = (own - usual) / float(np.nanmedian(slow.lost_ms[mine]))
+        pattern = _pattern(case, int(mine[0]), set(mine.tolist()), own - usual) if part >= MINOR else None
+        if pattern is not None and pattern.cause in STALLED:
+            text = f"ranks of {name} spend {own:.1f} ms of their own a round ({usual:.1f} ms elsewhere)"
+            case.evidence.append(EvidenceItem(kind="own_time", text=text, value=round(part, 2)))
+            blame.ranks += [int(rank) for rank in mine]
+            culprits.append((int(mine[0]), _node(case, name, min(part, 1.0), pattern)))
     return culprits
 
 
@@ -47,18 +88,24 @@ def _refuted(case: Case, rank: int, blame: Blame) -> bool:
     if case.patterns is None or rank == blame.ranks[0]:
         return False
     pattern = case.patterns.of(rank, set(blame.ranks))
-    grown_ms = case.slow.excess_ms[rank] * case.slow.units_per_step[rank]
-    return pattern is not None and pattern.grown_ms < CONFIRMED * grown_ms
+    return pattern is not None and not _confirmed(case, rank, pattern, case.slow.excess_ms[rank])
+
+
+def _confirmed(case: Case, rank: int, pattern: Pattern, excess_ms: float) -> bool:
+    """Whether what grew in a rank's profile is a good part of what its own time grew by (ms per unit)."""
+    return bool(pattern.grown_ms >= CONFIRMED * excess_ms * case.slow.units_per_step[rank])
 
 
 def _whole_node(case: Case, rank: int, blame: Blame) -> list[int]:
-    """The named ranks of this rank's node, when they are most of it and more than one; else nothing."""
+    """The named ranks of this rank's node that are late alike, when they are most of it; else nothing."""
     node = case.job.node[rank]
     if node < 0:
         return []
     mine = np.flatnonzero(case.job.node == node)
     named = [int(r) for r in mine if int(r) in blame.part_of_rank]
-    whole = len(mine) > 1 and len(named) >= NODE_PART_MIN * len(mine) and len(mine) < case.lanes.world
+    greatest = max((case.slow.excess_ms[r] for r in named), default=0.0)
+    named = [r for r in named if case.slow.excess_ms[r] >= MINOR * greatest]
+    whole = rank in named and len(mine) > 1 and len(named) >= NODE_PART_MIN * len(mine) and len(mine) < case.lanes.world
     return named if whole else []
 
 
@@ -79,23 +126,30 @@ def _of_node(case: Case, ranks: list[int], blame: Blame) -> Culprit:
     _note_own(case, first, blame.part_of_rank[first])
     text = f"{len(ranks)} ranks of {node} are late alike: {words.ranks(ranks)}"
     case.evidence.append(EvidenceItem(kind="node", text=text))
-    pattern = _pattern(case, first, blame)
+    return _node(
+        case, node, blame.part_of_rank[first], _pattern(case, first, set(blame.ranks), case.slow.excess_ms[first])
+    )
+
+
+def _node(case: Case, node: str, part: float, pattern: Pattern | None) -> Culprit:
     cause, confidence = _cause_of_host(case, node, pattern)
-    lost = blame.part_of_rank[first] * case.loss_ms
     return Culprit(
         kind="node",
         node=node,
         cause=cause,
         domain=DOMAIN_OF_CAUSE[cause],
         confidence=confidence,
-        lost_ms_per_step=round(lost, 1),
+        lost_ms_per_step=round(part * case.loss_ms, 1),
     )
 
 
-def _pattern(case: Case, rank: int, blame: Blame) -> Pattern | None:
+def _pattern(case: Case, rank: int, suspects: set[int], excess_ms: float) -> Pattern | None:
+    """What grew in a rank's profile, with a cause only if it is a good part of what its own time grew by."""
     if case.patterns is None:
         return None
-    pattern = case.patterns.of(rank, set(blame.ranks))
+    pattern = case.patterns.of(rank, suspects)
+    if pattern is not None and not _confirmed(case, rank, pattern, excess_ms):
+        return replace(pattern, cause="", part=0.0)
     if pattern is not None and pattern.part > 0:
         case.evidence.append(EvidenceItem(kind="pattern", text=f"rank {rank}: {pattern.text}"))
     return pattern
@@ -125,7 +179,7 @@ def _of_rank(case: Case, rank: int, blame: Blame) -> Culprit:
     part = blame.part_of_rank[rank]
     node, gpu, _ = nic_of(case.lanes, rank)
     _note_own(case, rank, part)
-    pattern = _pattern(case, rank, blame)
+    pattern = _pattern(case, rank, set(blame.ranks), case.slow.excess_ms[rank])
     kind, cause, confidence = "rank", "unknown", 0.6
     said = _gpu_witness(case, rank, pattern) if node is not None else None
     if said is not None:

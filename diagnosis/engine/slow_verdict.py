@@ -19,6 +19,7 @@ NEARLY_ALL = 0.8
 UNEVEN_MIN = 0.03
 UNEVEN_GROWTH = 3.0
 ALIKE_MAX = 0.03
+VARIED_MIN = 0.06
 
 
 def decide(lanes: Lanes, slow: Slowness, blame: Blame, limits: Thresholds, unseen: list[str]) -> Verdict:
@@ -26,6 +27,8 @@ def decide(lanes: Lanes, slow: Slowness, blame: Blame, limits: Thresholds, unsee
     case = Case(lanes, slow, limits, unseen)
     own = find_own(case, blame)
     network = _network(case, blame)
+    if not network:
+        blame.comms = [comm for comm in blame.comms if slow.transfer_steady[comm]]
     if own and not network:
         # A rank that is slow outside its rounds is slow inside them as well and keeps others there, and noise is larger
         # in a slower job: where no witness speaks of the network, there is no second fault.
@@ -33,6 +36,12 @@ def decide(lanes: Lanes, slow: Slowness, blame: Blame, limits: Thresholds, unsee
     if network and max(float(slow.transfer_part[comm]) for comm in blame.comms) >= NEARLY_ALL:
         # The network explains the loss: a rank that explains little of it, and for no reason, is noise.
         own = [c for c in own if c.cause != "unknown"]
+    if (
+        own
+        and max(blame.part_of_rank.values(), default=0.0) >= NEARLY_ALL
+        and all(c.cause == "unknown" for c in network)
+    ):
+        network, blame.comms = [], []
     if not own:
         blame.ranks = []
     if not own and not network and (blame.everybody >= limits.blame_share_min or _uneven(slow)):
@@ -97,7 +106,10 @@ def _job_wide(case: Case, blame: Blame) -> tuple[str, float, str] | None:
         roles = f"{len(blame.roles)} of {len(set(slow.role.tolist()))} roles"
         return "workload_imbalance", 0.7, f"all ranks of {roles} have become slower alike"
     if _uneven(slow):
-        return "workload_imbalance", 0.7, "ranks of the same role need more unlike times of their own than they did"
+        return "workload_imbalance", 0.7, "times of their own of ranks of the same role are uneven"
+    if not slow.compared and slow.varied >= VARIED_MIN and not blame.comms:
+        text = "no rank and no transfer stands out, and times of their own differ from sample to sample on all ranks"
+        return "workload_change", 0.6, text
     if _alike(slow) and not blame.comms:
         text = "no rank and no transfer stands out, and ranks of the same role need alike times of their own"
         return "workload_change", 0.6, text

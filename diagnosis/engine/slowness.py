@@ -26,28 +26,34 @@ from dataclasses import dataclass
 import numpy as np
 
 from diagnosis.contracts.incident import Floats, Incident, Kind
+from diagnosis.engine.course import Course, course_of
 from diagnosis.engine.lanes import Bools, Lanes, Longs, Means, by_kind, means
 from diagnosis.engine.roles import roles_of
 
-ALIKE = 0.08
 MAD_TO_SIGMA = 1.4826
 COMMON_QUANTILE = 0.25
 TAIL_QUANTILE = 0.05
+EDGE_ROUNDS = 2.0
+STEADY = 0.3
+TOLD_PART_MIN = 0.5
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Slowness:
     """Measurements. `ratio`: unit now over unit at baseline (NaN unknown); `resolution`: how far it may be off where it
-    was counted in rounds.
+    was counted in rounds; `varied`, `unsteady`: see `course`.
 
     Per rank (W,), in ms per unit: `unit_ms`, `lost_ms`, `own_ms`, `own_base_ms`, `excess_ms` (centred), `noise_ms` (one
-    sigma of it), `common_ms` (growth that all share); and `units_per_step`. Per communicator (C,):
-    `transfer_ms`, `transfer_base_ms`, `transfer_excess_ms`, `transfer_part` (of its members' loss). `compared`: ranks
+    sigma of it), `common_ms` (growth that all share); and `units_per_step`. Per communicator (C,): `transfer_ms`,
+    `transfer_base_ms`, `transfer_excess_ms` (of a point-to-point connection: by how much more than others its ends wait
+    for each other), `transfer_part` (of its members' loss). `compared`: ranks
     were compared with themselves at baseline rather than with peers only.
     """
 
     ratio: float
     resolution: float
+    varied: float
+    unsteady: float
     compared: bool
     unit_ms: Floats
     lost_ms: Floats
@@ -62,40 +68,46 @@ class Slowness:
     transfer_base_ms: Floats
     transfer_excess_ms: Floats
     transfer_part: Floats
+    transfer_steady: Bools
     role: Longs
 
 
 def measure(lanes: Lanes) -> Slowness:
     """All measurements of a possible slow-down."""
-    base_frames, now_frames = _spans(lanes)
-    base, now = means(lanes, base_frames), means(lanes, now_frames)
-    collective = lanes.incident.communicators.kind[lanes.comm] != Kind.P2P
-    busiest = _busiest(lanes, now, collective)
+    course = course_of(lanes)
+    base, now = means(lanes, course.base), means(lanes, course.now)
+    p2p = lanes.incident.communicators.kind == Kind.P2P
+    busiest = _busiest(lanes, now, ~p2p[lanes.comm])
     done = _rounds_done(lanes)
     weight = _weights(lanes, done, busiest)
     unit_now, unit_base, resolution = _units(lanes, now, base, weight, busiest)
     ratio = _ratio(unit_now, unit_base)
     lost = np.maximum(unit_now - unit_now / ratio, 0.0)
     role = roles_of(lanes)
-    both = ~np.isnan(now.gap_ms) & ~np.isnan(base.gap_ms)
-    own_now, own_base = (_own(lanes, of, weight, both) for of in (now, base))
-    compared = bool(np.isfinite(own_base).sum() > 0.5 * np.isfinite(_own(lanes, now, weight)).sum())
-    if not compared:
-        own_now = _own(lanes, now, weight)
-    tiled_now = _tiled(lanes, now, weight)
-    own_now = own_now * _levelled(np.where(np.isfinite(tiled_now), tiled_now, unit_now), role)
-    own_base = own_base * _levelled(unit_base, role)
+    compared = bool(_tells(now, base).sum() > 0.5 * _tells(now).sum()) and _mostly_told(lanes, course.base)
+    told = lanes.ranks_in(_tells(now))
+    now_gap, base_gap = (_filled(lanes, of.gap_ms, role) for of in (now, base))
+    both = ~np.isnan(now_gap) & ~np.isnan(base_gap) if compared else ~np.isnan(now_gap)
+    own_now, own_base = (_own(lanes, gap, weight, both) for gap in (now_gap, base_gap))
+    own_now = _where_told(lanes, now, weight, own_now, unit_now, now_gap)
+    tiled = _tiled(lanes, now, weight)
+    own_now = np.where(
+        told, own_now * _levelled(lanes, now, np.where(np.isfinite(tiled), tiled, unit_now), role, busiest), np.nan
+    )
+    own_base = own_base * _levelled(lanes, base, unit_base, role, busiest)
     raw = own_now - own_base if compared else own_now
     common = own_base * max(0.0, _quantile(raw / own_base)) if compared else _common(raw, role)
     excess = raw - common
-    if not base_frames.any() and np.isfinite(excess).any():  # one sample: what the slowest rank costs the others
+    if not course.base.any() and np.isfinite(excess).any():  # one sample: what the slowest rank costs the others
         lost = np.full(lanes.world, max(0.0, float(np.nanmax(excess))))
         ratio = _ratio(unit_now, np.maximum(unit_now - lost, 0.0))
     transfer, transfer_base = _transfers(lanes, now), _transfers(lanes, base)
-    grown = _grown(lanes, transfer, transfer_base, collective)
+    grown = np.where(p2p, _grown_p2p(lanes, now, base, role), _grown(lanes, transfer, transfer_base))
     return Slowness(
         ratio=ratio,
         resolution=resolution,
+        varied=course.varied,
+        unsteady=course.unsteady,
         compared=compared,
         unit_ms=unit_now,
         lost_ms=lost,
@@ -110,22 +122,62 @@ def measure(lanes: Lanes) -> Slowness:
         transfer_base_ms=transfer_base,
         transfer_excess_ms=grown,
         transfer_part=_parts(lanes, grown, weight, lost),
+        transfer_steady=_steady(lanes, course, grown) & ~p2p,
         role=role,
     )
 
 
-def _levelled(unit: Floats, role: Longs) -> Floats:
+def _tells(*of: Means) -> Bools:
+    """Lanes that tell a rank's own time in all of these (M,)."""
+    return np.asarray(np.all([~np.isnan(one.gap_ms) for one in of], axis=0), np.bool_)
+
+
+def _mostly_told(lanes: Lanes, chosen: Bools) -> bool:
+    """Whether most rows of the chosen frames that count rounds tell own times: one armed sample is no baseline."""
+    frames = lanes.incident.frames
+    rows = chosen[frames.frame] & (np.nan_to_num(frames.rounds) > 0)
+    return bool((~np.isnan(frames.gap_ms[rows])).mean() > 0.5) if rows.any() else False
+
+
+def _filled(lanes: Lanes, values: Floats, role: Longs) -> Floats:
+    """Values of lanes (M,), with the middle of the same role's lanes of the same kind where one is not told."""
+    blank = np.flatnonzero(np.isnan(values))
+    if not len(blank) or len(blank) == len(values):
+        return values
+    group = role[lanes.rank] * (int(lanes.kind.max(initial=0)) + 1) + lanes.kind[lanes.comm]
+    result = values.copy()
+    wanted = set(group[blank].tolist())
+    for members in by_kind(np.arange(len(group)), group):
+        if int(group[members[0]]) in wanted:
+            told = values[members][~np.isnan(values[members])]
+            if len(told) > 0.5 * len(members):
+                result[members] = np.where(np.isnan(values[members]), np.median(told), values[members])
+    return result
+
+
+def _where_told(lanes: Lanes, now: Means, weight: Floats, own: Floats, unit: Floats, filled: Floats) -> Floats:
+    """Own times (W,); where a gap had to be filled in and all waiting is told, what waiting leaves of a unit."""
+    guessed = lanes.ranks_in((weight > 0) & np.isnan(now.gap_ms) & ~np.isnan(filled))
+    silent = lanes.ranks_in((now.rounds > 0) & (weight > 0) & np.isnan(now.dur_ms))
+    rest = unit - _waits(lanes, now, weight)
+    return np.where(guessed & ~silent & np.isfinite(rest), np.maximum(rest, 0.0), own)
+
+
+def _levelled(lanes: Lanes, of: Means, unit: Floats, role: Longs, busiest: Longs) -> Floats:
     """The role's usual time per unit over each rank's own (W,), 1 where it is not told.
 
     A job is synchronous, so its ranks need the same time for the same rounds. Where a rank's window happened to hold
-    longer rounds than its peers' (more of the backward pass, say), its own time is long for the same reason.
+    longer rounds than its peers' (more of the backward pass, say), its own time is long for the same reason. That is at
+    most a round or two: what remains is the rank's.
     """
     usual = np.full(len(unit), np.nan)
     for members in by_kind(np.arange(len(role)), role):
         told = unit[members][np.isfinite(unit[members])]
         if len(told):
             usual[members] = np.median(told)
-    return np.where(np.isfinite(usual / unit) & (unit > 0), usual / unit, 1.0)
+    rounds = of.rounds[np.maximum(busiest, 0)] if lanes.count else np.zeros(len(busiest))
+    most = 1 + EDGE_ROUNDS / np.maximum(rounds, 1)
+    return np.where(np.isfinite(usual / unit) & (unit > 0), np.clip(usual / unit, 1 / most, most), 1.0)
 
 
 def _ratio(now: Floats, base: Floats) -> float:
@@ -153,47 +205,6 @@ def _sigma(values: Floats) -> float:
     around = MAD_TO_SIGMA * float(np.median(np.abs(values - np.median(values))))
     quarter, tail = np.quantile(values, (COMMON_QUANTILE, TAIL_QUANTILE))
     return min(around, 2.0 * float(quarter - tail))
-
-
-def _spans(lanes: Lanes) -> tuple[Bools, Bools]:
-    """Which frames (F,) are the baseline and which are the incident."""
-    rate = _rates(lanes)
-    length = lanes.nth + lanes.nth_last + 1
-    samples = int(np.bincount(length[lanes.nth_last == 0]).argmax()) if len(length) else 0
-    whole = length == samples
-    if samples < 2:
-        return np.zeros(len(length), np.bool_), lanes.nth_last == 0
-    ordered = rate[whole].reshape(-1, samples)
-    with np.errstate(all="ignore"):
-        relative = ordered / ordered[:, :1]
-    course = np.ones(samples)
-    told = ~np.isnan(relative).all(axis=0)
-    course[told] = np.nanmedian(relative[:, told], axis=0)
-    lead = 1
-    while lead < samples - 1 and abs(course[lead] - 1) <= ALIKE:
-        lead += 1
-    trail = 1
-    while trail < samples - lead and abs(course[-1 - trail] / max(float(course[-1]), 1e-9) - 1) <= ALIKE:
-        trail += 1
-    if abs(course[-1] - 1) <= ALIKE and lead == samples - 1:  # nothing much changed: compare halves
-        lead = samples // 2
-        trail = samples - lead
-    return lanes.nth < lead, lanes.nth_last < trail
-
-
-def _rates(lanes: Lanes) -> Floats:
-    """Rounds of the busiest lane per ms in each frame (F,): of the time that is told, else of the window."""
-    frames = lanes.incident.frames
-    rounds, count = np.nan_to_num(frames.rounds), len(frames.rank)
-    busy = np.zeros(count)
-    np.maximum.at(busy, frames.frame, rounds)
-    silent = (rounds > 0) & (np.isnan(frames.gap_ms) | np.isnan(frames.dur_ms))
-    whole = np.bincount(frames.frame, silent, count) == 0
-    spent = np.bincount(frames.frame, np.nan_to_num(frames.gap_ms) + np.nan_to_num(frames.dur_ms), count)
-    window = np.where(np.isnan(frames.window_ms), 1000.0, frames.window_ms)
-    every = whole[lanes.nth == 0].all() if count else False  # one measure for the whole course
-    with np.errstate(all="ignore"):
-        return np.asarray(busy / np.where(every & (spent > 0), spent, window), np.float64)
 
 
 def _busiest(lanes: Lanes, now: Means, collective: Bools) -> Longs:
@@ -276,12 +287,10 @@ def _units_per_step(lanes: Lanes, done: Floats, busiest: Longs) -> Floats:
         return np.where(np.isfinite(rarest), unit / rarest, 1.0)
 
 
-def _own(lanes: Lanes, of: Means, weight: Floats, told: Bools | None = None) -> Floats:
-    """A rank's own time per unit (W,), over the lanes of `told`, else all that tell it; NaN where none does."""
-    told = ~np.isnan(of.gap_ms) if told is None else told
-    own = lanes.over_lanes_of_rank(np.where(told, weight * np.nan_to_num(of.gap_ms), 0.0), np.add, 0.0)
-    known = lanes.over_lanes_of_rank(told.astype(np.float64), np.maximum, 0.0) > 0
-    return np.where(known, own, np.nan)
+def _own(lanes: Lanes, gap: Floats, weight: Floats, told: Bools) -> Floats:
+    """A rank's own time per unit (W,), over the lanes of `told`; NaN where there is none."""
+    own = lanes.over_lanes_of_rank(np.where(told, weight * np.nan_to_num(gap), 0.0), np.add, 0.0)
+    return np.where(lanes.ranks_in(told), own, np.nan)
 
 
 def _waits(lanes: Lanes, now: Means, weight: Floats) -> Floats:
@@ -308,19 +317,57 @@ def _common(values: Floats, role: Longs) -> Floats:
 
 
 def _transfers(lanes: Lanes, of: Means) -> Floats:
-    """The least mean duration among the members of each communicator (C,), NaN where nobody tells one."""
-    least = lanes.over_members(np.where(np.isnan(of.dur_ms), np.inf, of.dur_ms), np.minimum)
-    return np.where(np.isfinite(least), least, np.nan)
+    """The least mean duration among the members of each communicator (C,); NaN where less than half of them, or only
+    one, tell theirs: the last to arrive may be among the others."""
+    told = ~np.isnan(of.dur_ms)
+    least = lanes.over_members(np.where(told, of.dur_ms, np.inf), np.minimum)
+    enough = lanes.members_in(told) >= np.maximum(np.minimum(lanes.sizes, 2), TOLD_PART_MIN * lanes.sizes)
+    return np.where(np.isfinite(least) & enough, least, np.nan)
 
 
-def _grown(lanes: Lanes, now: Floats, base: Floats, collective: Bools) -> Floats:
-    """By how much each collective's transfer grew (C,): against its baseline, else against those of its kind."""
+def _grown(lanes: Lanes, now: Floats, base: Floats) -> Floats:
+    """By how much each communicator's transfer grew (C,): against its baseline, else against those of its kind."""
     grown = now - base
-    comms = lanes.incident.communicators
     blank = np.flatnonzero(np.isnan(base) & ~np.isnan(now))
     for members in by_kind(blank, lanes.kind[blank]):
         grown[members] = now[members] - float(np.median(now[members]))
-    return np.where(comms.kind == Kind.P2P, np.nan, grown)
+    return grown
+
+
+def _grown_p2p(lanes: Lanes, now: Means, base: Means, role: Longs) -> Floats:
+    """By how much more than elsewhere both ends of a point-to-point connection wait for each other (C,).
+
+    A receiver waits for a late sender as well, but the late one waits less for anybody: what both ends wait longer
+    than the same ends of other pipelines is the connection's own.
+    """
+    longer = now.dur_ms - np.where(np.isnan(base.dur_ms).all(), 0.0, base.dur_ms)
+    group = role[lanes.rank] * (int(lanes.kind.max(initial=0)) + 1) + lanes.kind[lanes.comm]
+    excess = np.full(lanes.count, np.nan)
+    told = np.flatnonzero(~np.isnan(longer))
+    for members in by_kind(told, group[told]):
+        excess[members] = longer[members] - float(np.median(longer[members]))
+    return lanes.over_members(excess, np.minimum)
+
+
+def _steady(lanes: Lanes, course: Course, grown: Floats) -> Bools:
+    """Communicators in which even the quickest round of anybody took longer (C,), or where that is not told.
+
+    Where members are late by turns everybody waits on the average, and the least mean is more than a transfer.
+    """
+    now, base = (_quickest(lanes, chosen) for chosen in (course.now, course.base))
+    blank = np.flatnonzero(np.isnan(base) & ~np.isnan(now))
+    for members in by_kind(blank, lanes.kind[blank]):
+        base[members] = float(np.median(now[members]))
+    return np.isnan(now) | np.isnan(base) | (now - base >= STEADY * grown)
+
+
+def _quickest(lanes: Lanes, chosen: Bools) -> Floats:
+    """The quickest round of each communicator (C,) in the chosen frames, NaN where none is told."""
+    frames = lanes.incident.frames
+    rows = np.flatnonzero(chosen[frames.frame] & (lanes.lane_of_row >= 0) & ~np.isnan(frames.dur_min_ms))
+    least = np.full(lanes.comms, np.inf)
+    np.minimum.at(least, lanes.comm[lanes.lane_of_row[rows]], frames.dur_min_ms[rows])
+    return np.where(np.isfinite(least), least, np.nan)
 
 
 def _parts(lanes: Lanes, grown: Floats, weight: Floats, lost: Floats) -> Floats:

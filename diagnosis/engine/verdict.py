@@ -20,6 +20,7 @@ from diagnosis.engine.waits import Stall, find_stall
 
 UNSEEN_MAX = 32
 SLIGHT = 0.5
+UNSTEADY_FACTOR = 3.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,7 +61,8 @@ def _analyse(incident: Incident, limits: Thresholds) -> Analysis:
     if np.isfinite(slow.ratio) and slow.ratio >= 1 + SLIGHT * limits.slow_job_min:
         blame = attribute(lanes, slow, limits)
         verdict = slow_verdict.decide(lanes, slow, blame, limits, unseen)
-        if slow.ratio >= 1 + max(limits.slow_job_min, slow.resolution) or _explained(verdict):
+        chance = UNSTEADY_FACTOR * (slow.unsteady if np.isfinite(slow.unsteady) else 0.0)
+        if slow.ratio >= 1 + max(limits.slow_job_min + slow.resolution, chance) or _explained(verdict):
             return Analysis(verdict, lanes, slow=slow, blame=blame)
     summary = "Nothing stands still and the job is as fast as it was."
     if not np.isfinite(slow.ratio):
