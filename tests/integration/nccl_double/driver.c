@@ -2,7 +2,7 @@
  *
  *     driver PLUGIN INTERFACE
  *
- * Handles are kept under names; "-" is the null handle, "0x.." any value. */
+ * Handles are kept under names; "-" is the null handle, "0x.." any value. Strings in a descriptor live for the call only. */
 #include <dlfcn.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -104,9 +104,9 @@ static void begin_event(char** words, int count) {
     const char* field = words[i];
     const long number = strtol(value, NULL, 0);
     if (strcmp(field, "function") == 0) {
-      *(type == NCCL_COLL ? &event.coll.function : &event.coll_api.function) = strdup(value);
+      *(type == NCCL_COLL ? &event.coll.function : &event.coll_api.function) = value;
     } else if (strcmp(field, "datatype") == 0) {
-      *(type == NCCL_COLL ? &event.coll.datatype : &event.coll_api.datatype) = strdup(value);
+      *(type == NCCL_COLL ? &event.coll.datatype : &event.coll_api.datatype) = value;
     } else if (strcmp(field, "count") == 0) {
       *(type == NCCL_COLL ? &event.coll.count : &event.coll_api.count) = strtoull(value, NULL, 0);
     } else if (strcmp(field, "root") == 0) {
@@ -118,9 +118,9 @@ static void begin_event(char** words, int count) {
     } else if (strcmp(field, "group") == 0) {
       *(type == NCCL_COLL ? &event.coll.group : &event.p2p.group) = recall(value);
     } else if (strcmp(field, "algorithm") == 0) {
-      event.coll.algorithm = strdup(value);
+      event.coll.algorithm = value;
     } else if (strcmp(field, "protocol") == 0) {
-      event.coll.protocol = strdup(value);
+      event.coll.protocol = value;
     } else if (strcmp(field, "pid") == 0) {
       event.proxy_op.pid = (int)number;
     } else if (strcmp(field, "channel") == 0) {
