@@ -25,7 +25,7 @@ programs=(
     "gcc gcc" "g++ g++" "ip iproute2" "nsenter util-linux"
     "munged munge" "slurmctld slurmctld" "slurmd slurmd" "sbatch slurm-client"
 )
-[ "$what" = demo ] || programs+=("git git")
+[ "$what" = demo ] || programs+=("git git" "gdb gdb" "valgrind valgrind")
 
 python() { # the first Python that is new enough
     local one
