@@ -101,5 +101,12 @@ fi
 say "pip: tocsin with the extra '$what' (the first time brings torch)"
 # Quiet: pip's warnings are about the machine, not about this.
 .venv/bin/python -m pip install -qq --disable-pip-version-check -e ".[$what]"
+# A directory of its own: torch's CUDA builds bring another NCCL, which lies in the same place of site-packages.
+nccl=nvidia-nccl-cu12==2.32.3
+if [ "$what" = test ] && [ ! -e ".venv/nccl/nvidia_nccl_cu12-${nccl#*==}.dist-info" ]; then
+    say "pip: $nccl, whose host code the tests call (200 MB)"
+    rm -rf .venv/nccl
+    .venv/bin/python -m pip install -qq --disable-pip-version-check --no-deps --target .venv/nccl "$nccl"
+fi
 echo "$state" >".venv/installed-$what"
 say "done"

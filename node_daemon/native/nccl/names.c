@@ -41,9 +41,9 @@ static const name kProtos[] = {
     {"LL128", TOCSIN_PROTO_LL128},
 };
 
-// 0, "unknown", where NCCL tells no name.
+// 0, "unknown", where NCCL tells no name. It has none for uint8 and says "Unknown".
 static uint8_t find(const name* names, size_t count, const char* text, uint8_t other) {
-  if (!text || !*text) {
+  if (!text || !*text || strcasecmp(text, "Unknown") == 0) {
     return 0;
   }
   for (size_t i = 0; i < count; ++i) {
