@@ -12,9 +12,10 @@ is the last of the pile, and nothing piles up behind it, where all wait for data
 nothing: i has sent all it could, and the data before it never arrived. The lowest count alone is no proof: after a
 cut it may stand at the wrong end, and rates drop together everywhere.
 
-A count that is not told lies between bounds: one received at least what it sent on but for its own chunk, at least
-what was sent to it but for the slots of a connection, and sent at least what its successor received. A member of which
-nothing is told is bridged: data that all members between two others passed on has lost one step's distance at each.
+A count that is not told lies between bounds: one received at least what it sent on but for its own chunk, and at least
+what was sent to it but for the slots of a connection; one sent what its successor received, if that one waits and the
+connection lives. A member of which nothing is told is bridged: data that all members between two others passed on has
+lost one step's distance at each.
 
 In a chain (broadcast) a member sends only what it received: it owes nothing when it stops, so the pile alone tells
 where, and not whether the rank or the connection before it is to blame.
@@ -64,7 +65,8 @@ def find_cut(lanes: Lanes, now: Now, begun: Signs, comm: int, steps_per_round: F
     members = lanes.of_comm(comm)
     ranks = lanes.rank[members]
     send, recv = now.send[members], now.recv[members]
-    inside = now.heard[members] & (now.state[members] != State.DONE)
+    # What is enqueued may not have begun: its counts are then of no round, or of another.
+    inside = now.heard[members] & ((now.state[members] == State.RUNNING) | (begun[members] > 0))
     send, recv = np.where(inside, send, np.nan), np.where(inside, recv, np.nan)
     if np.isnan(send).all() or (np.nan_to_num(send) == 0).all():
         return Cut(comm, (), None, "no transfer steps are told of this round")
@@ -99,15 +101,31 @@ def _in_ring(comm: int, ranks: Ints, send: Floats, recv: Floats) -> Cut:
     if np.isnan(send[worst]) and np.isnan(recv[worst]):
         return _at_silent(comm, ranks, send, recv, worst)
     pile = f"rank {previous} sent {_told(sent)} steps, rank {rank} received {_told(recv[worst])}"
-    # What is not told: it took all that the slots of its connection cannot hold; it sent what its successor received.
-    taken = np.nanmax([recv[worst], sent - SLOTS]) if np.isnan(recv[worst]) and not np.isnan(sent) else recv[worst]
     sure = not np.isnan([send[worst], recv[worst], sent]).any()
-    owed = taken + 1 - send[worst]
-    if owed >= 1:
-        return Cut(comm, (rank,), None, f"{pile} and sent on {send[worst]:.0f}: it stopped between two steps", sure)
+    taken = recv[worst] if not np.isnan(recv[worst]) else sent - SLOTS
+    passed = _passed_on(send, recv, worst)
+    if taken + 1 - passed >= 1:
+        return Cut(comm, (rank,), None, f"{pile} and sent on {passed:.0f}: it stopped between two steps", sure)
     if not sure:
         return Cut(comm, (rank, previous), (previous, rank), pile)
     return Cut(comm, (), (previous, rank), f"{pile} and sent on all of them: the data between them is lost")
+
+
+def _passed_on(send: Floats, recv: Floats, at: int) -> float:
+    """Steps that a member sent: as told, else what its successor received, who would have received more."""
+    return float(recv[(at + 1) % len(recv)] if np.isnan(send[at]) else send[at])
+
+
+def _taken(send: Floats, recv: Floats, at: int) -> float:
+    """The fewest steps that a member can have received: as told, else one less than it sent, or its successor took."""
+    fewest = -np.inf
+    for far in range(len(recv)):
+        place = (at + far) % len(recv)
+        if not np.isnan(recv[place]):
+            return float(max(fewest, recv[place] - far))
+        if not np.isnan(send[place]):
+            fewest = max(fewest, send[place] - 1 - far)
+    return float(fewest)
 
 
 def _told(count: float) -> str:
@@ -145,7 +163,13 @@ def _at_silent(comm: int, ranks: Ints, send: Floats, recv: Floats, first: int) -
     silent = [first]
     while len(silent) < count and np.isnan(send[(silent[-1] + 1) % count]) and np.isnan(recv[(silent[-1] + 1) % count]):
         silent.append((silent[-1] + 1) % count)
-    previous, following = int(ranks[first - 1]), int(ranks[(silent[-1] + 1) % count])
+    beyond = (silent[-1] + 1) % count
+    previous, following = int(ranks[first - 1]), int(ranks[beyond])
+    passed = _passed_on(send, recv, beyond)
+    if recv[beyond] + 1 - passed >= 1 and passed - _taken(send, recv, (beyond + 1) % count) < SLOTS:
+        words = f"rank {following} received {recv[beyond]:.0f} steps and sent {passed:.0f}"
+        sure = not np.isnan(send[beyond])
+        return Cut(comm, (following,), None, f"{words}: it owes the next, and its successor has room for it", sure)
     words = f"what rank {previous} sent did not reach rank {following}; nothing is told of those between"
     return Cut(comm, tuple(int(ranks[at]) for at in silent), (previous, int(ranks[first])), words)
 
@@ -191,7 +215,8 @@ def _in_tree(comm: int, ranks: Ints, send: Floats, recv: Floats, usual: Floats, 
     heap = is_heap(usual)
     links = heap_links(len(ranks))
     with np.errstate(invalid="ignore", divide="ignore"):
-        part = send / links if heap else np.where(usual > 0, send / usual, np.nan)
+        inner = np.isnan(send) & (links > 1)  # what came up and down there is as much as what went
+        part = np.where(inner, recv, send) / links if heap else np.where(usual > 0, send / usual, np.nan)
     if np.isnan(part).all():
         return _least(comm, ranks, send)
     part = np.where(np.isnan(part), np.inf, part)

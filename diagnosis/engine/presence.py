@@ -15,12 +15,13 @@ in it, and a round of another communicator that lacks it waits for a victim.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from diagnosis.contracts.incident import Kind
+from diagnosis.contracts.incident import Kind, State
 from diagnosis.engine.lanes import Bools, Lanes, Now
 from diagnosis.engine.shapes import CHAIN_OPS, RING_OPS, SLOTS, algorithm_is, is_heap, neighbours, usual_steps
 from diagnosis.evidence.signatures import signature_parts
@@ -28,6 +29,23 @@ from diagnosis.evidence.signatures import signature_parts
 TREES_MAX: Final = 256
 
 Signs = NDArray[np.int8]
+
+
+def filled(lanes: Lanes, now: Now) -> Now:
+    """The same with what the other fields of a lane imply where its state or its newest round is not told.
+
+    Who has a round that is not finished has entered or enqueued it. Who says that he is inside, and not in which round,
+    is in the one after his last, or in the newest that the others of his communicator are in.
+    """
+    state = np.where(now.heard & (now.state == State.UNKNOWN) & (now.seq > now.done), State.ENQUEUED, now.state)
+    inside = now.heard & ((state == State.RUNNING) | (state == State.ENQUEUED))
+    lost = inside & np.isnan(now.seq)
+    seq, done = now.seq, now.done
+    if lost.any():
+        newest = np.fmax(lanes.over_members(np.where(inside, seq, np.nan), np.fmax), 0.0)[lanes.comm]
+        seq = np.where(lost, np.where(np.isnan(done), newest, done + 1), seq)
+        done = np.where(lost & np.isnan(done), seq - 1, done)
+    return replace(now, state=state.astype(np.uint8), seq=seq, done=done)
 
 
 def begun(lanes: Lanes, now: Now, stalled: Bools) -> Signs:

@@ -31,7 +31,7 @@ import numpy as np
 from diagnosis.contracts.incident import Kind, State
 from diagnosis.engine.circles import find_circle
 from diagnosis.engine.lanes import Bools, Lanes, Longs, Now, newest
-from diagnosis.engine.presence import Signs, begun
+from diagnosis.engine.presence import Signs, begun, filled
 from diagnosis.engine.thresholds import Thresholds
 
 HALTED = frozenset("TtXZ")
@@ -45,8 +45,10 @@ class Stall:
 
     `left`: ranks alone inside a round that all others have left; `innermost`: communicators that all heard members have
     entered alike; `undecided`: communicators whose members run different operations without a majority; `circle`: ranks
-    that wait for each other; `receivers`: (receiver, sender) of open point-to-point transfers where nothing else
-    explains the stall; `silent`: ranks without words that the stall would need.
+    that wait for each other; `crossed`: the calls of its ranks contradict each other; `receivers`: (receiver, sender)
+    of open point-to-point transfers where nothing else explains the stall; `silent`: ranks without words that the stall
+    would need; `fell_silent`: they were heard before; `vague`: all roots leave the state of some communicator out.
+    `begun` (M,): as `presence` tells.
     """
 
     quiet_ms: float
@@ -55,6 +57,7 @@ class Stall:
     unheard: Bools
     now: Now
     begun: Signs
+    crossed: bool = False
     roots: list[int] = field(default_factory=list)
     waiters: dict[int, int] = field(default_factory=dict)
     entered: set[int] = field(default_factory=set)
@@ -66,6 +69,8 @@ class Stall:
     receivers: list[tuple[int, int]] = field(default_factory=list)
     left: list[int] = field(default_factory=list)
     silent: list[int] = field(default_factory=list)
+    fell_silent: bool = False
+    vague: bool = False
 
 
 def longest_round_ms(lanes: Lanes) -> float:
@@ -80,7 +85,7 @@ def longest_round_ms(lanes: Lanes) -> float:
 
 def find_stall(lanes: Lanes, limits: Thresholds) -> Stall | None:
     """The hang of a job; None while it moves."""
-    now = newest(lanes)
+    now = filled(lanes, newest(lanes))
     bound_ms = max(limits.hang_floor_s * 1000, limits.hang_factor * longest_round_ms(lanes))
     long = _long(lanes, now, bound_ms)
     stalled = lanes.members_in(long) > 0
@@ -180,7 +185,10 @@ def _clear(votes: Counter[int], tied: set[int]) -> int | None:
 
 def _find_roots(lanes: Lanes, stall: Stall) -> None:
     blamed, behind = _blame(lanes, stall)
-    outside = np.flatnonzero((blamed > 0) & ~stall.waiting & ~stall.unheard)
+    idle = (blamed > 0) & ~stall.waiting & ~stall.unheard
+    vague = lanes.ranks_in(stall.now.heard & (stall.now.state == State.UNKNOWN))
+    stall.vague = bool(idle.any() and not (idle & ~vague).any())
+    outside = np.flatnonzero(idle & (~vague | stall.vague))
     stall.left = _left_inside(lanes, stall)
     halted = [rank for rank, state in lanes.incident.process_state.items() if state in HALTED]
     halted = [rank for rank in halted if rank < lanes.world and (blamed[rank] > 0 or stall.waiting[rank])]
@@ -189,8 +197,16 @@ def _find_roots(lanes: Lanes, stall: Stall) -> None:
     stall.waiters = {rank: int(blamed[rank]) or everybody - int(stall.waiting[rank]) for rank in stall.roots}
     stall.entered = {rank for rank in stall.roots if stall.waiting[rank]}
     _find_still(lanes, stall, lanes.members_in(behind) > 0)
-    if not stall.roots and not stall.left and (stall.silent or not stall.innermost):
+    if stall.roots or stall.left:
+        return
+    # Each rank of a circle has called what the one before it waits in, and not what the next one has: whatever they
+    # stand in now, no one order of calls fits them all.
+    called = find_circle(lanes, stall.now.pending, behind & ~stall.now.pending)
+    if called.ranks or (not stall.fell_silent and (stall.silent or not stall.innermost)):
         _find_circle(lanes, stall, behind)
+    stall.crossed = bool(called.ranks)
+    if called.ranks and not stall.divergent:
+        stall.circle, stall.divergent, stall.receivers = called.ranks, called.odd, []
 
 
 def _find_still(lanes: Lanes, stall: Stall, someone_behind: Bools) -> None:
@@ -206,10 +222,11 @@ def _find_still(lanes: Lanes, stall: Stall, someone_behind: Bools) -> None:
     explained = lanes.members_in(may_lack & seen_inside) > 0
     suspects = may_lack & ~seen_inside
     still = stall.stalled & inside & ~someone_behind & ~explained
+    fell_silent = suspects & _spoke_once(lanes)[lanes.rank]
+    of_fallen = still & (lanes.members_in(fell_silent) > 0)
     if not stall.roots and not stall.left:
-        fell_silent = suspects & _spoke_once(lanes)[lanes.rank]
-        of_fallen = still & (lanes.members_in(fell_silent) > 0)
-        if of_fallen.any():
+        stall.fell_silent = bool(of_fallen.any())
+        if stall.fell_silent:
             _find_silent(lanes, stall, of_fallen, fell_silent)
         else:
             _find_silent(lanes, stall, still & (lanes.members_in(suspects) > 0), suspects)
