@@ -16,7 +16,7 @@ import numpy as np
 from diagnosis.contracts.errors import OperatorFault
 from diagnosis.drill import health as machine
 from diagnosis.drill import record
-from diagnosis.drill.case import Case, Scene, joined
+from diagnosis.drill.case import Case, Scene, Truth, joined
 from diagnosis.drill.catalogue import KINDS
 from diagnosis.drill.layout import Layout, draw_layout
 from diagnosis.drill.network import Fabric, Network, build_fabric, fabric_record, hops, track_bandwidth
@@ -102,6 +102,8 @@ class Drill:
         self.step_ms = stage.scene.step_ms
         self.truth = stage.cases[0].truth if len(stage.cases) == 1 else joined(*(c.truth for c in stage.cases))
         self.timeline = stage.timeline
+        if self.truth["class"] == "H1":
+            self.truth = _came_to_it(self.truth, self.timeline, self.layout)
         protected = tuple(rank for case in stage.cases for rank in case.protected)
         missing = _drawn(rng, self.limits.missing, 0.4, 0.08)
         silent = record.unreported(rng, self.layout, missing, protected)
@@ -161,6 +163,14 @@ class Drill:
         if gathered:
             dead = case.breakage.dead if case.breakage is not None else {}
             self.fabric = fabric_record(rng, layout, stage.scene.fabric, stage.network, dead)
+
+
+def _came_to_it(right: Truth, timeline: Timeline, layout: Layout) -> Truth:
+    """The truth without those whom another's fault keeps inside a round before their own: theirs never showed."""
+    kept = np.any([((track.enter < np.inf) & (track.leave == np.inf)).any(0) for track in timeline.tracks.values()], 0)
+    ranks = [rank for rank in right["ranks"] if not kept[rank]]
+    nodes = sorted({layout.node_names[layout.node[rank]] for rank in ranks})
+    return right | {"ranks": ranks, "nodes": nodes} if ranks else right
 
 
 @dataclass(frozen=True, slots=True, eq=False)
