@@ -9,6 +9,7 @@ repository=$(cd "$(dirname "$0")/../.." && pwd)
 inside() {
     root=$1
     make_debian "$2"
+    mount_kernel_interfaces
     cp "$repository/node_daemon/native/lib/libtocsin_gloo.so" "$root/root/"
     in_debian ldd --version | head -n 1
     # The library binds all its symbols when it is loaded, so a program that runs says that each was found.
