@@ -63,15 +63,21 @@ class SpankSite:
         shutil.copytree(double, self.directory / "trainer")
         self.configure()
 
-    def configure(self, *, library: Path | None = None, plugin: Path | None = None, arguments: str = "") -> None:
+    def configure(
+        self,
+        *,
+        library: Path | None = None,
+        plugin: Path | None = None,
+        arguments: str = "",
+        tocsin_first: bool = False,
+    ) -> None:
         """Writes both files; `library` and `plugin` take the place of the right ones."""
         self.conf.write_text(
             f"frame_root = {self.lab.frame_root}\nlibrary = {library or self.gloo}\nnccl_plugin = {self.nccl}\n"
         )
         plugin = plugin or self.directory / "tocsin_spank.so"
-        self.plugstack.write_text(
-            f"required {self.directory}/enter_root.so\noptional {plugin} conf={self.conf} {arguments}\n"
-        )
+        lines = [f"required {self.directory}/enter_root.so\n", f"optional {plugin} conf={self.conf} {arguments}\n"]
+        self.plugstack.write_text("".join(reversed(lines) if tocsin_first else lines))
 
     def frames(self, job: int | None = None) -> list[Path]:
         """The frames of a job, of every job when None."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -175,7 +176,15 @@ def test_beside_a_task_prolog_everything_is_attached_once(site: SpankSite) -> No
 
 @pytest.mark.parametrize(
     "broken",
-    ["no library", pytest.param("closed library", marks=needs_root), "no plugin", "no daemon", "odd file", "no file"],
+    [
+        "no library",
+        pytest.param("closed library", marks=needs_root),
+        "no plugin",
+        "other Slurm",
+        "no daemon",
+        "odd file",
+        "no file",
+    ],
 )
 def test_a_broken_installation_fails_no_job_and_tells_its_user_nothing(site: SpankSite, broken: str) -> None:
     node = site.lab.frame_root / "gpu001"
@@ -186,6 +195,8 @@ def test_a_broken_installation_fails_no_job_and_tells_its_user_nothing(site: Spa
         site.gloo.parent.chmod(0o700)
     elif broken == "no plugin":
         site.configure(plugin=site.directory / "absent.so")
+    elif broken == "other Slurm":
+        site.configure(plugin=of_another_slurm(site))
     elif broken == "no daemon":
         node.rmdir()
     elif broken == "odd file":
@@ -202,11 +213,25 @@ def test_a_broken_installation_fails_no_job_and_tells_its_user_nothing(site: Spa
         if site.conf.is_dir():
             site.conf.rmdir()
     assert told(done.stdout) == {}
-    # Slurm itself names a plugin that it cannot find, and goes on.
-    assert [line for line in done.stderr.splitlines() if "absent.so" not in line] == []
-    if broken != "no plugin":
+    # Slurm itself says that it cannot load a plugin, and goes on.
+    by_slurm = ("absent.so", "another.so", "Incompatible")
+    assert [line for line in done.stderr.splitlines() if not any(word in line for word in by_slurm)] == []
+    if broken not in ("no plugin", "other Slurm"):
         log = site.lab.log("gpu001.log").removeprefix(before)
         assert log.count("tocsin: not watched") == 1
+
+
+def of_another_slurm(site: SpankSite) -> Path:
+    """The plugin as another Slurm's headers would have made it: its version number is one less."""
+    made = (site.directory / "tocsin_spank.so").read_bytes()
+    headers = Path("/usr/include/slurm/slurm_version.h").read_text()
+    (number,) = re.findall(r"#define SLURM_VERSION_NUMBER (0x[0-9a-f]+)", headers)
+    own, other = (int(number, 16) - less for less in (0, 0x100))
+    assert made.count(own.to_bytes(4, "little")) == 1
+    plugin = site.directory / "another.so"
+    plugin.write_bytes(made.replace(own.to_bytes(4, "little"), other.to_bytes(4, "little")))
+    plugin.chmod(0o755)
+    return plugin
 
 
 # -- another root ------------------------------------------------------------------------------------------------------
@@ -237,10 +262,12 @@ def container(site: SpankSite, *parts: str, user: str = "") -> dict[str, str]:
 
 
 @needs_root
+@pytest.mark.parametrize("first", ["container plugin", "tocsin"])
 @pytest.mark.parametrize(
     ("uid", "namespace_user"), [(0, ""), (65534, "same"), (65534, "root")], ids=["root", "user", "user as root"]
 )
-def test_a_task_in_another_root_is_attached(site: SpankSite, uid: int, namespace_user: str) -> None:
+def test_a_task_in_another_root_is_attached(site: SpankSite, uid: int, namespace_user: str, first: str) -> None:
+    site.configure(tocsin_first=first == "tocsin")
     environment = container(site, LIBRARY, SHM, user=namespace_user)
     command = f"{site.trainer}; test -e /root || echo id=$(id -u)"
     done = site.srun("-N2", "-n2", "sh", "-c", command, env=environment, uid=uid)
