@@ -24,6 +24,10 @@ HOST_CAUSES = ("storage_stall", "host_contention")
 STALLED = ("dataloader_starvation", "storage_stall")
 FROM_HOST = ("dataloader_starvation", "storage_stall", "host_contention", "")
 NODE_PART_MIN = 0.75
+# How often such a verdict was right on drills of all kinds under bad conditions (`docs/accuracy.md`, "harsh"), a little
+# less where a cluster may be worse than a drill. An unknown cause is no verdict to act on, however right the rank is.
+FUNCTION, HOST, FUNCTION_AND_HOST = 0.95, 0.93, 0.97
+GPU, GPU_AND_FUNCTION, NOBODY_SAYS = 0.95, 0.97, 0.6
 CONFIRMED = 0.3
 MINOR = 0.5
 
@@ -160,19 +164,19 @@ def _cause_of_host(case: Case, node: str, pattern: Pattern | None) -> tuple[str,
     said = [f for f in case.witnesses.of_node.get(node, ()) if f.cause in HOST_CAUSES and f.entity == ""]
     hint = pattern.cause if pattern is not None else ""
     if hint in ("gc_stall", "allocator_stall"):
-        return hint, 0.85
+        return hint, FUNCTION
     if hint in FROM_HOST and said:
         order = sorted(said, key=lambda finding: HOST_CAUSES.index(finding.cause))
         for finding in order:
             case.cite(finding)
-        return order[0].cause, 0.93 if hint else 0.8
+        return order[0].cause, FUNCTION_AND_HOST if hint else HOST
     if hint in ("dataloader_starvation", "storage_stall"):
-        return hint, 0.85
+        return hint, FUNCTION
     for finding in said:
         case.cite(finding)
     if said:
-        return said[0].cause, 0.75
-    return "unknown", 0.5
+        return said[0].cause, HOST
+    return "unknown", NOBODY_SAYS
 
 
 def _of_rank(case: Case, rank: int, blame: Blame) -> Culprit:
@@ -180,10 +184,10 @@ def _of_rank(case: Case, rank: int, blame: Blame) -> Culprit:
     node, gpu, _ = nic_of(case.lanes, rank)
     _note_own(case, rank, part)
     pattern = _pattern(case, rank, set(blame.ranks), case.slow.excess_ms[rank])
-    kind, cause, confidence = "rank", "unknown", 0.6
+    kind, cause, confidence = "rank", "unknown", NOBODY_SAYS
     said = _gpu_witness(case, rank, pattern) if node is not None else None
     if said is not None:
-        kind, cause, confidence = "gpu", said.cause, 0.97 if pattern is not None else 0.93
+        kind, cause, confidence = "gpu", said.cause, GPU_AND_FUNCTION if pattern is not None else GPU
     elif node is not None and not (pattern is not None and pattern.cause in GPU_CAUSES):
         cause, confidence = _cause_of_host(case, node, pattern)
     return Culprit(

@@ -85,15 +85,12 @@ def measure(lanes: Lanes) -> Slowness:
     lost = np.maximum(unit_now - unit_now / ratio, 0.0)
     role = roles_of(lanes)
     compared = bool(_tells(now, base).sum() > 0.5 * _tells(now).sum()) and _mostly_told(lanes, course.base)
-    told = lanes.ranks_in(_tells(now))
     now_gap, base_gap = (_filled(lanes, of.gap_ms, role) for of in (now, base))
     both = ~np.isnan(now_gap) & ~np.isnan(base_gap) if compared else ~np.isnan(now_gap)
     own_now, own_base = (_own(lanes, gap, weight, both) for gap in (now_gap, base_gap))
     own_now = _where_told(lanes, now, weight, own_now, unit_now, now_gap)
     tiled = _tiled(lanes, now, weight)
-    own_now = np.where(
-        told, own_now * _levelled(lanes, now, np.where(np.isfinite(tiled), tiled, unit_now), role, busiest), np.nan
-    )
+    own_now = own_now * _levelled(lanes, now, np.where(np.isfinite(tiled), tiled, unit_now), role, busiest)
     own_base = own_base * _levelled(lanes, base, unit_base, role, busiest)
     raw = own_now - own_base if compared else own_now
     common = own_base * max(0.0, _quantile(raw / own_base)) if compared else _common(raw, role)
@@ -156,11 +153,13 @@ def _filled(lanes: Lanes, values: Floats, role: Longs) -> Floats:
 
 
 def _where_told(lanes: Lanes, now: Means, weight: Floats, own: Floats, unit: Floats, filled: Floats) -> Floats:
-    """Own times (W,); where a gap had to be filled in and all waiting is told, what waiting leaves of a unit."""
+    """Own times (W,); where a gap had to be filled in and all waiting is told, what waiting leaves of a unit. NaN for a
+    rank that tells neither."""
     guessed = lanes.ranks_in((weight > 0) & np.isnan(now.gap_ms) & ~np.isnan(filled))
     silent = lanes.ranks_in((now.rounds > 0) & (weight > 0) & np.isnan(now.dur_ms))
-    rest = unit - _waits(lanes, now, weight)
-    return np.where(guessed & ~silent & np.isfinite(rest), np.maximum(rest, 0.0), own)
+    rest = np.maximum(unit - _waits(lanes, now, weight), 0.0)
+    left = guessed & ~silent & np.isfinite(rest)
+    return np.where(left, rest, np.where(lanes.ranks_in(_tells(now)), own, np.nan))
 
 
 def _levelled(lanes: Lanes, of: Means, unit: Floats, role: Longs, busiest: Longs) -> Floats:

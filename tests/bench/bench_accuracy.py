@@ -2,6 +2,7 @@
 
     python -m tests.bench.bench_accuracy                     a sample of 100 drills, about a minute
     python -m tests.bench.bench_accuracy --part mixed        1,000 drills at each fidelity, simpler methods beside them
+    python -m tests.bench.bench_accuracy --part harsh        the same under worse conditions, for calibration
     python -m tests.bench.bench_accuracy --part traps        300 drills without a guilty one at each fidelity
     python -m tests.bench.bench_accuracy --part curves       by effect, noise, missing reports, null fields
     python -m tests.bench.bench_accuracy --part dumps        flight-recorder dumps, beside PyTorch's analyser
@@ -27,7 +28,14 @@ from tests.bench.examined import Progress, Row, Task, examine_all
 
 PAGE: Final = Path(__file__).parents[2] / "docs" / "accuracy.md"
 FIDELITIES: Final = {"full": "full fidelity", "nccl": "NCCL fidelity"}
-HELD_OUT: Final = {"sample": 1_000_000, "mixed": 1_000_000, "traps": 2_000_000, "curves": 3_000_000, "dumps": 0}
+HELD_OUT: Final = {
+    "sample": 1_000_000,
+    "mixed": 1_000_000,
+    "traps": 2_000_000,
+    "curves": 3_000_000,
+    "harsh": 4_000_000,
+    "dumps": 0,
+}
 EFFECT_LEAST, EFFECT_MOST = 0.2, 0.45
 NOISE: Final = 0.05
 EFFECT: Final = 0.25
@@ -110,6 +118,22 @@ def mixed_tasks(fidelity: str, first: int, count: int) -> list[Task]:
     ]
 
 
+def harsh_tasks(fidelity: str, first: int, count: int) -> list[Task]:
+    """Kinds by their weight under conditions that a cluster may have: small effects, noise, losses."""
+    tasks = []
+    for seed in range(first, first + count):
+        rng = np.random.default_rng([seed, 0xBAD])
+        limits = {
+            "effect": round(float(rng.uniform(0.05, 0.45)), 4),
+            "noise": round(float(rng.uniform(0.01, 0.15)), 4),
+            "missing": round(float(rng.uniform(0.0, 0.15)), 4),
+            "nulls": round(float(rng.uniform(0.0, 0.15)), 4),
+            "fidelity": fidelity,
+        }
+        tasks.append(Task(seed, None, limits))
+    return tasks
+
+
 def trap_tasks(fidelity: str, first: int, count: int) -> list[Task]:
     """Kinds without a guilty one, in turn."""
     return [
@@ -184,6 +208,13 @@ class Bench:
             f"(median); {short} of them less than 18 %: a fault that cannot cost what is wanted costs what it can.\n"
         )
 
+    def harsh(self) -> None:
+        """Tables by class and confidence where everything is worse at once."""
+        for fidelity, words in FIDELITIES.items():
+            rows = self.rows(f"harsh, {words}", harsh_tasks(fidelity, self.first, self.options.drills or 1000))
+            title = "Confidence of the first culprit against being right:"
+            self.tell(f"harsh {fidelity}", f"{tables.by_class(rows)}\n{title}\n\n{tables.calibration(rows)}")
+
     def traps(self) -> None:
         """Drills in which nobody is guilty."""
         for fidelity, words in FIDELITIES.items():
@@ -207,7 +238,9 @@ class Bench:
 def main() -> None:
     """The part that is asked for, or all but the sample."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench.bench_accuracy")
-    parser.add_argument("--part", choices=("sample", "mixed", "traps", "curves", "dumps", "all"), default="sample")
+    parser.add_argument(
+        "--part", choices=("sample", "mixed", "harsh", "traps", "curves", "dumps", "all"), default="sample"
+    )
     parser.add_argument("--drills", type=int)
     parser.add_argument("--seed", type=int)
     parser.add_argument("--processes", type=int, default=2)
@@ -216,12 +249,13 @@ def main() -> None:
     options = parser.parse_args()
     parts: dict[str, Callable[[Bench], None]] = {
         "mixed": Bench.mixed,
+        "harsh": Bench.harsh,
         "traps": Bench.traps,
         "curves": Bench.curves,
         "dumps": Bench.dumps,
         "sample": Bench.sample,
     }
-    for name in ("mixed", "traps", "curves", "dumps") if options.part == "all" else (options.part,):
+    for name in ("mixed", "harsh", "traps", "curves", "dumps") if options.part == "all" else (options.part,):
         parts[name](Bench(options, name))
 
 
