@@ -229,13 +229,10 @@ def _in_tree(comm: int, ranks: Ints, send: Floats, recv: Floats, usual: Floats, 
     words = f"rank {ranks[at]} sent {send[at]:.0f} steps over {links[at]:.0f} connections, the least of all below it"
     if not heap:
         words = f"rank {ranks[at]} sent {send[at]:.0f} of its usual {usual[at]:.0f} steps, the least part of all"
-    return Cut(comm, (int(ranks[at]),), None, words, heap and _hears_children(at, send))
-
-
-def _hears_children(at: int, send: Floats) -> bool:
-    """Whether nobody beneath a position of the heap is silent: else it may be that one."""
-    children = [place for place in (2 * at + 1, 2 * at + 2) if place < len(send)]
-    return not np.isnan(send[children]).any() if children else True
+    below = [place for place in (2 * at + 1, 2 * at + 2) if heap and place < len(ranks) and np.isinf(part[place])]
+    if below:
+        words += f"; nothing is told of {len(below)} of those"
+    return Cut(comm, tuple(int(ranks[place]) for place in (at, *below)), None, words, heap and not below)
 
 
 def _lowest(tied: Longs) -> Longs:
