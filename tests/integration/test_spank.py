@@ -96,7 +96,7 @@ def test_a_requeued_job_has_a_directory_of_its_own(site: SpankSite) -> None:
 
 
 def test_a_step_of_salloc_is_attached_and_the_option_holds_for_the_whole_allocation(site: SpankSite) -> None:
-    command = ("-n1", "srun", "sh", "-c", "env; echo job=$SLURM_JOB_ID")
+    command = ("-n1", "-w", "gpu001", "srun", "sh", "-c", "env; echo job=$SLURM_JOB_ID")
     output = site.lab.run("salloc", *command).stdout
     assert told(output) == attached(site, "gpu001", int(output.rpartition("job=")[2]))
     assert told(site.lab.run("salloc", "--tocsin=off", *command).stdout) == {"TOCSIN_DISABLE": "1"}
@@ -155,7 +155,7 @@ def test_a_word_that_nobody_knows_is_told_and_taken_for_off(site: SpankSite) -> 
 
 def test_a_site_may_leave_it_off_until_a_job_asks(site: SpankSite) -> None:
     site.configure(arguments="default=off colour=blue")
-    assert told(site.srun("-n1", "env").stdout) == {}
+    assert told(site.srun("-n1", "-w", "gpu001", "env").stdout) == {}
     assert told(site.srun("-n1", "--tocsin", "env").stdout).keys() == {"TOCSIN_FRAME_DIR", "LD_PRELOAD"}
     eventually(lambda: "colour=blue: not known" in site.lab.log("gpu001.log"), 10, "the odd argument in slurmd's log")
 
@@ -167,7 +167,8 @@ def test_beside_a_task_prolog_everything_is_attached_once(site: SpankSite) -> No
         f"TOCSIN_NCCL_PLUGIN={site.nccl} exec {TASK_PROLOG}\n"
     )
     prolog.chmod(0o755)
-    output = site.srun("-n1", f"--task-prolog={prolog}", "sh", "-c", "env; echo job=$SLURM_JOB_ID").stdout
+    script = "env; echo job=$SLURM_JOB_ID"
+    output = site.srun("-n1", "-w", "gpu001", f"--task-prolog={prolog}", "sh", "-c", script).stdout
     assert told(output) == attached(site, "gpu001", int(output.rpartition("job=")[2]))
 
 
@@ -205,7 +206,7 @@ def test_a_broken_installation_fails_no_job_and_tells_its_user_nothing(site: Spa
         site.conf.unlink()
         site.conf.mkdir()
     try:
-        done = site.srun("-n1", "env", uid=65534 if broken == "closed library" else 0)
+        done = site.srun("-n1", "-w", "gpu001", "env", uid=65534 if broken == "closed library" else 0)
     finally:
         site.gloo.parent.chmod(0o755)
         node.mkdir(exist_ok=True)
@@ -291,7 +292,7 @@ def test_a_task_whose_root_lacks_something_runs_without_and_says_so_once(
 ) -> None:
     done = site.srun("-N2", "-n4", "/static", env=container(site, *parts))
     assert told(done.stdout) == {} and "SLURM_PROCID=3" in done.stdout
-    errors = [line for line in done.stderr.splitlines() if not line.startswith("srun: job")]  # it may have to wait
+    errors = done.stderr.splitlines()
     assert len(errors) == 1 and errors[0].startswith(f"tocsin: not watched: in the container {why}")
     assert site.frames() == []
 
@@ -309,13 +310,22 @@ def test_a_program_that_enters_another_root_by_itself_is_attached_or_runs_withou
     assert len(site.frames()) == (parts == (LIBRARY, SHM))
 
 
+@needs_root
+def test_slurm_runs_a_task_prolog_in_the_other_root_and_fails_the_step_without_it(site: SpankSite) -> None:
+    """Why docs/attach.md keeps TaskProlog away from pyxis: a fact of Slurm, here so that a change of it shows."""
+    environment = container(site, LIBRARY, SHM)
+    done = site.lab.run("srun", "-n1", f"--task-prolog={TASK_PROLOG}", "/static", env=environment, check=False)
+    assert done.returncode != 0 and "task_prolog" in done.stderr
+    assert site.srun("-n1", "/static", env=environment).returncode == 0
+
+
 # -- words -------------------------------------------------------------------------------------------------------------
 
 
 def submit(site: SpankSite, script: str, *, tocsin: str = "", requeue: bool = False) -> int:
     path = site.lab.work / "spank.sh"
-    path.write_text(f"#!/bin/bash\n{script}\n")
-    return site.lab.submit(path, ntasks=1, requeue=requeue, tocsin=tocsin or False)
+    path.write_text(f"#!/bin/bash\n{f'#SBATCH --tocsin={tocsin}' if tocsin else '#'}\n{script}\n")
+    return site.lab.submit(path, ntasks=1, requeue=requeue, nodelist="gpu001")
 
 
 def batch(site: SpankSite, script: str, *, tocsin: str = "") -> int:
