@@ -77,7 +77,11 @@ static struct spank_option option = {
 
 static const char *get_from_spank(void *spank, const char *name) {
   static char value[TOCSIN_VALUE_BYTES];
-  return spank_getenv((spank_t)spank, name, value, sizeof value) == ESPANK_SUCCESS ? value : NULL;
+  const spank_err_t error = spank_getenv((spank_t)spank, name, value, sizeof value);
+  if (error == ESPANK_NOSPACE) {
+    return "\n"; // too long for us is not unset: nothing may take its place, so it is told as what nothing can be made of
+  }
+  return error == ESPANK_SUCCESS ? value : NULL;
 }
 
 static struct tocsin_environment environment_of(spank_t spank) {
@@ -144,7 +148,7 @@ int slurm_spank_init(spank_t spank, int argc, char **argv) {
   for (int i = 0; i < argc; ++i) {
     if (strncmp(argv[i], "conf=", 5) == 0) {
       g.conf_path = argv[i] + 5;
-    } else if (strncmp(argv[i], "default=", 8) == 0 && mode_named(argv[i] + 8) != MODE_UNSAID) {
+    } else if (strcmp(argv[i], "default=on") == 0 || strcmp(argv[i], "default=off") == 0) {
       g.site = mode_named(argv[i] + 8);
     } else if (spank_remote(spank) == 1) {
       slurm_info("tocsin: plugstack.conf: %s: not known, ignored", argv[i]);
