@@ -173,11 +173,15 @@ class Registry:
         }
 
     def stepping(self, job_id: int, restart: int) -> bool:
-        """True once all ranks of the attempt have been heard and each has ended a few rounds."""
+        """True once all ranks of the attempt have been heard and each has ended a few rounds.
+
+        Where a probe does not see their ends, rounds entered stand for them: who goes on entering is not stuck.
+        """
         history = self.histories.get((job_id, restart))
         if history is None or history.world_size is None or len(history.ranks) < history.world_size:
             return False
-        done = [member.done_seq for comm in history.comms.values() for member in comm.members.values()]
+        members = [member for comm in history.comms.values() for member in comm.members.values()]
+        done = [member.seq if member.done_seq is None else member.done_seq for member in members]
         return bool(done) and min(done) >= STEPPING_ROUNDS_MIN
 
     def moved_since(self, attempt: Attempt, at: float) -> bool:

@@ -2,7 +2,8 @@
 
 Counters of a frame run since the communicator was made; a report tells differences to the previous look at the same
 communicator of the same process. What cannot be known is null: the first look, a counter that went backwards (a slot
-given to another communicator, or a job that writes nonsense), a difference too great for its column.
+given to another communicator, or a job that writes nonsense), a difference too great for its column, and what the probe
+says that it cannot tell (`Untold`: then a round that has ended looks like one that has not).
 
 Every number here was written by a job. Nothing of it is used as an index or a size, sums cannot overflow into an
 error, and ages are cut at zero.
@@ -11,14 +12,14 @@ error, and ages are cut at zero.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from diagnosis.contracts import report as wire
 from diagnosis.contracts.columns import Table, empty, null_of, pack
-from diagnosis.contracts.probeframe import SIGNATURE_UNKNOWN, SLOT_DTYPE, rounds_of, signatures
+from diagnosis.contracts.probeframe import SIGNATURE_UNKNOWN, SLOT_DTYPE, Untold, rounds_of, signatures
 from diagnosis.contracts.report import CommState, JobSample
 from node_daemon.collectors.frames import FrameSample, JobFrames, Slots
 
@@ -30,10 +31,11 @@ _LOW: Final = 0xFFFF_FFFF
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What the last report said of one communicator: its counters, and the numbers of the rounds it told."""
+    """What the last report said of one communicator: its counters, its rounds' numbers, and what it left untold."""
 
     counters: tuple[int, ...]
     rounds: frozenset[int]
+    unknown: int
 
 
 Memory = dict[CommKey, Told]
@@ -55,8 +57,13 @@ def summarise(job: JobFrames, before: Memory, rounds_max: int = wire.ROUND_ROWS_
     known = [before.get(key) for key in keys]
     rounds, told = _new_rounds(slots, again, known, rounds_max)
     counters = np.stack([slots[name] for name in _COUNTERS], axis=1)
-    after = {key: Told(tuple(row), numbers) for key, row, numbers in zip(keys, counters.tolist(), told, strict=True)}
-    comms = _comm_table(frames, slots, rank_row, _differences(counters, known))
+    before_untold = np.array([former.unknown if former else 0 for former in known], np.uint16)
+    lately: NDArray[np.uint16] = np.bitwise_or(slots["unknown"], before_untold)
+    after = {
+        key: Told(tuple(row), numbers, unknown)
+        for key, row, numbers, unknown in zip(keys, counters.tolist(), told, slots["unknown"].tolist(), strict=True)
+    }
+    comms = _comm_table(frames, slots, rank_row, _differences(counters, known), lately)
     sample = JobSample(job.job_id, job.restart, job.uid, pack(_rank_table(frames)), pack(comms), pack(rounds))
     return sample, after
 
@@ -80,26 +87,36 @@ def _rank_table(frames: list[FrameSample]) -> Table:
 
 
 def _comm_table(
-    frames: list[FrameSample], slots: Slots, rank_row: NDArray[np.intp], window: NDArray[np.uint64]
+    frames: list[FrameSample],
+    slots: Slots,
+    rank_row: NDArray[np.intp],
+    window: NDArray[np.uint64],
+    lately: NDArray[np.uint16],
 ) -> Table:
+    """`window`: differences of the counters; `lately`: what could not be told at some time in it."""
     table = empty(wire.COMM_DTYPE, len(slots))
     table["rank_row"] = rank_row
     for name in ("comm_id", "comm_size", "comm_rank", "op", "dtype", "algo", "proto", "count", "root", "errors"):
         table[name] = slots[name]
     entered, done = slots["enqueued"], np.minimum(slots["done"], slots["enqueued"])
     running = done < entered
-    table["state"] = np.where(entered == 0, CommState.NONE, np.where(running, CommState.RUNNING, CommState.DONE))
-    table["seq"], table["done_seq"] = entered, done
+    ended = (slots["unknown"] & Untold.DONE) == 0  # whether the ends of rounds are seen
+    waits = running & (slots["started"] == done)  # the newest has not begun, and no other is open
+    state = np.where(running, np.where(waits, CommState.ENQUEUED, CommState.RUNNING), CommState.DONE)
+    table["state"] = np.where(entered == 0, CommState.NONE, np.where(ended, state, null_of(wire.COMM_DTYPE["state"])))
+    table["seq"], table["done_seq"] = entered, np.where(ended, done, _NULL)
     last_leave_ns = np.array([frame.header["last_leave_ns"] for frame in frames], "<u8")[rank_row]
     read_ns = np.array([frame.read_ns for frame in frames], "<u8")[rank_row]
-    table["age_us"] = _age_us(read_ns, np.where(running, slots["t_enqueued_ns"], last_leave_ns))
+    moved_ns = np.maximum(slots["t_enqueued_ns"], last_leave_ns)
+    since_ns = np.where(running, slots["t_enqueued_ns"], last_leave_ns)
+    table["age_us"] = _age_us(read_ns, np.where(ended, since_ns, moved_ns))
     rounds, dur_ns, gap_ns, send, recv = window.T
     open_send, open_recv = _open_steps(slots)
-    _fill(table, "send", np.where(running, open_send, send))
-    _fill(table, "recv", np.where(running, open_recv, recv))
-    _fill(table, "rounds", rounds)
-    _fill(table, "dur_us", _to_us(dur_ns))
-    _fill(table, "gap_us", _to_us(gap_ns))
+    _fill(table, "send", np.where(running, open_send, send), lately & Untold.STEPS)
+    _fill(table, "recv", np.where(running, open_recv, recv), lately & Untold.STEPS)
+    _fill(table, "rounds", rounds, lately & Untold.DONE)
+    _fill(table, "dur_us", _to_us(dur_ns), lately & Untold.TIMES)
+    _fill(table, "gap_us", _to_us(gap_ns), lately & Untold.TIMES)
     table["signature"] = _newest_signature(slots)
     return table
 
@@ -107,10 +124,10 @@ def _comm_table(
 _NULL: Final = np.uint64(null_of(np.dtype("<u8")))
 
 
-def _fill(table: Table, name: str, values: NDArray[np.uint64]) -> None:
-    """Values into a column; what does not fit is unknown."""
+def _fill(table: Table, name: str, values: NDArray[np.uint64], untold: NDArray[np.integer[Any]]) -> None:
+    """Values into a column; what does not fit, or is marked in `untold`, is unknown."""
     null = null_of(table.dtype[name])
-    table[name] = np.where(values < null, values, null)
+    table[name] = np.where((values < null) & (untold == 0), values, null)
 
 
 def _to_us(values_ns: NDArray[np.uint64]) -> NDArray[np.uint64]:

@@ -65,7 +65,7 @@ class FrameImage:
         row["open"][0] = (seq & 0xFFFF_FFFF, 1, 2, signature)
         row["gap_sum_ns"] += gap_us * 1000
         row["t_enqueued_ns"] = time.monotonic_ns()
-        row["enqueued"] = seq
+        row["enqueued"] = row["started"] = seq
 
     def leave(self, slot: int = 0, *, dur_us: int = 10_000) -> None:
         """End the round."""

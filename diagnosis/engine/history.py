@@ -50,13 +50,16 @@ class RankNow:
 
 @dataclass(slots=True)
 class MemberNow:
-    """One rank in one communicator. `since`: when it entered the oldest open round, or left its last one."""
+    """One rank in one communicator. `since`: when it entered the oldest open round, or left its last one.
+
+    `done_seq` None: its probe does not see the ends of rounds, and `since` is when it last did anything at all.
+    """
 
     rank: int
     comm_rank: int
     state: int
     seq: int
-    done_seq: int
+    done_seq: int | None
     since: float
     op: int
     count: int
@@ -224,7 +227,7 @@ class JobHistory:
                 comm_rank=position,
                 state=int(row["state"]),
                 seq=int(row["seq"]),
-                done_seq=int(row["done_seq"]),
+                done_seq=None if int(row["done_seq"]) == _NULL_U8 else int(row["done_seq"]),
                 since=at - (age / 1e6 if age != _NULL_U8 else 0.0),
                 op=int(row["op"]),
                 count=int(row["count"]),

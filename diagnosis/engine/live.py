@@ -179,18 +179,32 @@ def _hang_rows(history: JobHistory, now: float) -> _Rows:
     """The newest words of every fresh rank."""
     limits, rows = history.limits, []
     for number, comm in enumerate(history.comms.values()):
-        for member in comm.members.values():
-            rank = history.ranks[member.rank]
-            if now - rank.measured_at <= limits.stale_after_s and member.measured_at == rank.measured_at:
-                rows.append((member.rank, 0, number, _now_of(member, now)))
+        members = [(member, history.ranks[member.rank]) for member in comm.members.values()]
+        fresh = [
+            member
+            for member, rank in members
+            if now - rank.measured_at <= limits.stale_after_s and member.measured_at == rank.measured_at
+        ]
+        entered = [member.seq for member in fresh]
+        bounds = (min(entered, default=0), max(entered, default=0))
+        rows += [(member.rank, 0, number, _now_of(member, now, *bounds)) for member in fresh]
     return rows
 
 
-def _now_of(member: MemberNow, now: float) -> _Row:
+def _now_of(member: MemberNow, now: float, entered_by_all: int, entered_by_any: int) -> _Row:
+    """The newest words of a member, and what follows from the others' where its probe does not see the ends of rounds.
+
+    A round that a fresh member has not entered is over for nobody. Who stands before it while others are in it is late
+    in the program, which all run alike: whatever still keeps a GPU busy kept nobody else from entering.
+    """
+    state, done = _STATES.get(member.state, State.UNKNOWN), member.done_seq
+    if done is None and entered_by_all < entered_by_any:
+        late = member.seq == entered_by_all
+        state, done = State.DONE if late else State.ENQUEUED, entered_by_all
     return {
-        "state": _STATES.get(member.state, State.UNKNOWN),
+        "state": state,
         "seq": float(member.seq),
-        "done_seq": float(member.done_seq),
+        "done_seq": np.nan if done is None else float(done),
         "age_ms": max(0.0, now - member.since) * _MS,
         "rounds": 0.0,
         "send": np.nan if member.send is None else float(member.send),
@@ -208,7 +222,8 @@ def _slow_rows(history: JobHistory, recent: dict[int, list[Window]]) -> _Rows:
             rounds = _MS / float(np.median([window.period_ms for window in windows]))
             gap, dur = _median(windows, "gap_ms", len(comm.members)), _median(windows, "dur_ms", len(comm.members))
             for place, member in enumerate(comm.members.values()):
-                row = {"state": State.DONE, "seq": float(member.done_seq), "rounds": rounds}
+                newest = member.seq if member.done_seq is None else member.done_seq
+                row = {"state": State.DONE, "seq": float(newest), "rounds": rounds}
                 row |= {"gap_ms": rounds * gap[place], "dur_ms": rounds * dur[place], "dur_min_ms": dur[place]}
                 rows.append((member.rank, sample, number, row))
     return rows
@@ -313,7 +328,7 @@ def _operation(member: MemberNow) -> str:
 
     The probe's hash over all that must agree (type, reduction, root) stands where the type of the elements would.
     """
-    if member.signature is None or member.seq != member.done_seq + 1:
+    if member.signature is None or member.done_seq is None or member.seq != member.done_seq + 1:
         return ""
     return f"{_OPS.get(member.op, 'UNKNOWN')} hash:{member.signature:#x} {member.count}"
 

@@ -1,4 +1,4 @@
-"""Reads the probe frames of all jobs on the node: `<frame_root>/<node>/<job_id>.<restart>/<pid>.frame`.
+"""Reads the probe frames of all jobs on the node: `<frame_root>/<node>/<job_id>.<restart>/<pid>[.nccl].frame`.
 
 Everything below the node's directory was made by users and is hostile. Hence:
 
@@ -36,6 +36,7 @@ from diagnosis.contracts import probeframe
 from diagnosis.contracts.errors import AgentFault
 from diagnosis.contracts.report import JOBS_MAX, RANKS_MAX
 from node_daemon.collectors.frame_root import open_node_directory
+from node_daemon.collectors.merge import frame_name, one_per_process
 from node_daemon.collectors.owner import acting_as
 from node_daemon.collectors.process import STATE_GONE, STATE_UNKNOWN, Processes
 from node_daemon.log import EventLog
@@ -48,7 +49,7 @@ JOBS_PER_OWNER_MAX: Final = JOBS_MAX // 2
 FRAMES_MAX: Final = RANKS_MAX
 _JOB_NAME: Final = re.compile(r"[1-9]\d{0,9}\.(?:0|[1-9]\d{0,4})", re.ASCII)
 """As TaskProlog writes it and in no other way: `042.0` of another user must not stand beside `42.0` as the same job."""
-_FRAME_NAME: Final = re.compile(r"(\d{1,10})\.frame", re.ASCII)
+_FRAME_NAME: Final = re.compile(r"\d{1,10}(?:\.nccl)?\.frame", re.ASCII)
 _OPEN_DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _OPEN_FILE: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
 _YOUNG: Final = frozenset(("short", "magic"))
@@ -59,7 +60,9 @@ _log = EventLog("node_daemon.frames")
 
 @dataclass(frozen=True, slots=True)
 class FrameSample:
-    """One process's frame. `slots` and `again` are two readings of the same communicators, row by row (SLOT_DTYPE).
+    """One process's frame, or what its two tell together.
+
+    `slots` and `again` are two readings of the same communicators, row by row (SLOT_DTYPE).
 
     `read_ns`: CLOCK_MONOTONIC right after the first reading. `state`: letter of /proc/PID/stat, see `process`.
     """
@@ -260,7 +263,7 @@ class FrameReader:
         except PermissionError as error:
             _log.sparsely("owner", "frames not read", directory=directory.name, error=str(error))
             self._refuse(directory.name, "", "unreadable")
-        return JobFrames(directory.job_id, directory.restart, directory.uid, directory.gid, frames)
+        return JobFrames(directory.job_id, directory.restart, directory.uid, directory.gid, one_per_process(frames))
 
     def _read_frame(self, directory: _Directory, file: str) -> Iterable[FrameSample]:
         """The frame, or nothing where it is refused, or was removed because its process ended long ago."""
@@ -287,7 +290,7 @@ class FrameReader:
         read_ns = self._clock_ns()
         header = first.header
         pid, start_ticks = int(header["pid"]), int(header["pid_start_ticks"])
-        if f"{pid}.frame" != file:
+        if frame_name(pid, int(header["transport"])) != file:
             raise AgentFault(f"{file} says that it is the frame of {pid}", reason="name")
         state = self._processes.state(pid, start_ticks, directory.uid)
         second = probeframe.parse(os.pread(fd, probeframe.FILE_BYTES, 0))

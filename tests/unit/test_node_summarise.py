@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from diagnosis.contracts import probeframe, report
 from diagnosis.contracts.columns import Table, null_of, unpack
+from diagnosis.contracts.probeframe import Untold
 from diagnosis.contracts.report import CommState, JobSample
 from node_daemon.collectors.frames import FrameSample, JobFrames, _same_communicators
 from node_daemon.summarise import Memory, summarise
@@ -52,6 +53,42 @@ def test_the_first_look_knows_no_differences() -> None:
     assert (row["state"], row["seq"], row["done_seq"]) == (CommState.DONE, 1, 1)
     assert (row["rounds"], row["send"], row["dur_us"], row["gap_us"]) == (U4, U4, U8, U8)
     assert rounds[["seq", "gap_us", "dur_us", "signature"]].tolist() == [(1, 30_000, 10_000, 7)]
+
+
+def test_a_round_that_the_gpu_has_not_begun_is_enqueued() -> None:
+    frame = image()
+    frame.step()
+    frame.enter()
+    assert tables(look(sample_of(frame.tobytes()))[0])[1]["state"][0] == CommState.RUNNING
+    frame.slots[0]["started"] = 1
+    assert tables(look(sample_of(frame.tobytes()))[0])[1]["state"][0] == CommState.ENQUEUED
+
+
+def test_what_a_probe_cannot_tell_is_null_and_stays_so_for_the_window_in_which_it_could_not() -> None:
+    frame, every = image(), Untold.DONE | Untold.TIMES | Untold.STEPS
+    frame.step()
+    frame.slots[0]["unknown"] = every
+    told, memory = look(sample_of(frame.tobytes()))
+    row = tables(told)[1][0]
+    assert (row["state"], row["seq"], row["done_seq"]) == (null_of(np.dtype("u1")), 1, U8)
+    frame.step()
+    frame.slots[0]["unknown"] = 0
+    told, memory = look(sample_of(frame.tobytes()), before=memory)
+    row = tables(told)[1][0]
+    assert (row["state"], row["done_seq"]) == (CommState.DONE, 2)
+    assert (row["rounds"], row["send"], row["recv"], row["dur_us"], row["gap_us"]) == (U4, U4, U4, U8, U8)
+    frame.step()
+    row = tables(look(sample_of(frame.tobytes()), before=memory)[0])[1][0]
+    assert (row["rounds"], row["send"], row["recv"], row["dur_us"], row["gap_us"]) == (1, 14, 14, 10_000, 30_000)
+
+
+def test_the_age_of_a_state_that_is_not_told_runs_from_the_last_sign_of_life() -> None:
+    frame = image()
+    frame.enter()
+    frame.slots[0]["unknown"] = Untold.DONE
+    frame.slots[0]["t_enqueued_ns"], frame.header["last_leave_ns"] = 90 * SECOND_NS, 97 * SECOND_NS
+    row = tables(look(sample_of(frame.tobytes(), read_ns=100 * SECOND_NS))[0])[1][0]
+    assert row["age_us"] == 3_000_000
 
 
 def test_where_rounds_are_too_many_each_communicator_tells_its_newest() -> None:
@@ -265,8 +302,9 @@ def test_whatever_a_job_writes_the_report_is_sound(header: bytes, one: bytes, tw
         ranks, comms, rounds = tables(report.decode(body).jobs[0])
         assert len(ranks) == 1
         assert (comms["rank_row"] == 0).all()
-        assert (comms["done_seq"] <= comms["seq"]).all()
-        assert set(comms["state"].tolist()) <= {CommState.NONE, CommState.RUNNING, CommState.DONE}
+        assert ((comms["done_seq"] <= comms["seq"]) | (comms["done_seq"] == U8)).all()
+        told = {CommState.NONE, CommState.RUNNING, CommState.ENQUEUED, CommState.DONE, null_of(np.dtype("u1"))}
+        assert set(comms["state"].tolist()) <= told
         assert (rounds["comm_row"] < len(comms)).all()
         assert (rounds["dur_us"] != probeframe.DUR_OPEN).all()
         assert len(memory) <= probeframe.SLOT_COUNT
