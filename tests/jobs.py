@@ -57,6 +57,6 @@ def bundle(
             frame = {"rank": rank, "t_ms": clock, "window_ms": ROUNDS * unit, "comms": [entry]}
             if rank not in silent:
                 frames.append(frame)
-    files = {"communicators": comms, "frames": frames, **more}
+    files: dict[str, list[dict[str, Any]]] = {"communicators": comms, "frames": frames, **more}
     lines = {f"{name}.jsonl": "".join(json.dumps(line) + "\n" for line in rows) for name, rows in files.items()}
     return {"job.json": json.dumps(job).encode(), **{name: text.encode() for name, text in lines.items()}}
