@@ -5,7 +5,7 @@
 #   make lint                      linters alone
 #   make bench                     benchmarks; they print figures and judge nothing
 #                                  (accuracy: a sample; `python -m tests.bench.bench_accuracy --part all` is all of it)
-#   make acceptance                long runs and repeats; as root also a fresh Debian
+#   make acceptance                long runs and repeats; as root also a fresh Debian, and Slurm 24.11 and 26.05
 #   make clean                     removes what the others made, .venv too
 FAULT ?= s1
 PYTHON := .venv/bin/python

@@ -243,8 +243,9 @@ static enum tocsin_trouble look_around(const struct tocsin_settings *settings) {
   return TOCSIN_FINE;
 }
 
-enum tocsin_trouble tocsin_prepare(const struct tocsin_environment *environment, const struct tocsin_settings *settings,
-                                   const char *node, const struct tocsin_place *made, struct tocsin_place *place) {
+enum tocsin_trouble tocsin_prepare(const struct tocsin_environment *environment,
+                                   const struct tocsin_settings *settings, const char *node,
+                                   const struct tocsin_place *made, struct tocsin_place *place) {
   enum tocsin_trouble trouble = values_printable(environment) ? look_around(settings) : TOCSIN_BAD_VALUE;
   if (trouble == TOCSIN_FINE) {
     trouble = find_place(environment, settings, node, place);

@@ -61,8 +61,9 @@ struct tocsin_place {
 // the calling user, following no link. `node` counts for more than SLURMD_NODENAME where it is not NULL. `made` is NULL or
 // what an earlier call has made: that one is only looked for, since in a container's user namespace nobody can tell
 // whom the daemon's directory belongs to.
-enum tocsin_trouble tocsin_prepare(const struct tocsin_environment *environment, const struct tocsin_settings *settings,
-                                   const char *node, const struct tocsin_place *made, struct tocsin_place *place);
+enum tocsin_trouble tocsin_prepare(const struct tocsin_environment *environment,
+                                   const struct tocsin_settings *settings, const char *node,
+                                   const struct tocsin_place *made, struct tocsin_place *place);
 
 // The changes to an environment. A NULL value takes the variable away.
 struct tocsin_changes {

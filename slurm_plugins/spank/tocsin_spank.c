@@ -79,7 +79,7 @@ static const char *get_from_spank(void *spank, const char *name) {
   static char value[TOCSIN_VALUE_BYTES];
   const spank_err_t error = spank_getenv((spank_t)spank, name, value, sizeof value);
   if (error == ESPANK_NOSPACE) {
-    return "\n"; // too long for us is not unset: nothing may take its place, so it is told as what nothing can be made of
+    return "\n"; // too long is not unset, and nothing may take its place: told as a value that is left alone
   }
   return error == ESPANK_SUCCESS ? value : NULL;
 }
