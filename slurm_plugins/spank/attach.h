@@ -58,8 +58,8 @@ struct tocsin_place {
 };
 
 // Looks whether the probes can be attached from where this process stands, and makes the directory for the frames as
-// the calling user, following no link. `node` counts for more than SLURMD_NODENAME where it is not NULL. `made` is NULL or
-// what an earlier call has made: that one is only looked for, since in a container's user namespace nobody can tell
+// the calling user, following no link. `node` counts for more than SLURMD_NODENAME where it is not NULL. `made` is NULL
+// or what an earlier call has made: that one is only looked for, since in a container's user namespace nobody can tell
 // whom the daemon's directory belongs to.
 enum tocsin_trouble tocsin_prepare(const struct tocsin_environment *environment,
                                    const struct tocsin_settings *settings, const char *node,
