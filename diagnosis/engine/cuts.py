@@ -38,7 +38,7 @@ import numpy as np
 from diagnosis.contracts.incident import Floats, Ints, State
 from diagnosis.engine.lanes import Bools, Lanes, Longs, Now
 from diagnosis.engine.presence import Signs
-from diagnosis.engine.shapes import CHAIN_OPS, RING_OPS, SLOTS, heap_links, is_heap
+from diagnosis.engine.shapes import CHAIN_OPS, RING_OPS, SLOTS, heap_above, heap_links, is_heap
 from diagnosis.evidence.signatures import Signature, signature_parts
 
 PILE_UP_MIN = 2.0
@@ -237,9 +237,5 @@ def _in_tree(comm: int, ranks: Ints, send: Floats, recv: Floats, usual: Floats, 
 
 def _lowest(tied: Longs) -> Longs:
     """Those of the tied positions of a heap that have no tied one beneath them: one that stopped holds up all above."""
-    above: set[int] = set()
-    for position in tied.tolist():
-        while position > 0:
-            position = (position - 1) // 2
-            above.add(position)
+    above = {place for position in tied.tolist() for place in heap_above(position)}
     return np.array([position for position in tied.tolist() if position not in above], np.int64)

@@ -305,8 +305,8 @@ def _waiting_ranks_with_findings(case: _Case) -> list[int]:
 def _needed(case: _Case, rank: int, cause: str) -> bool:
     """Whether a rank stands in, or others wait for it in, a round that goes through the thing that is broken."""
     lanes = case.lanes
-    mine = np.flatnonzero((lanes.rank == rank) & case.stall.stalled[lanes.comm])
-    return any(_goes_through(case, int(lanes.comm[lane]), rank, cause) for lane in mine)
+    mine = lanes.comm[lanes.order[lanes.by_rank[rank] : lanes.by_rank[rank + 1]]]
+    return any(_goes_through(case, int(comm), rank, cause) for comm in mine[case.stall.stalled[mine]])
 
 
 def _goes_through(case: _Case, comm: int, rank: int, cause: str) -> bool:

@@ -6,8 +6,8 @@ nothing has not. A dead connection to the successor looks the same from there, b
 its predecessor sent, and that one could send more than the slots of one connection hold. In a chain (broadcast, reduce)
 a member sends what it received: its successor's steps prove that it has begun, their absence nothing.
 
-*Tree*: nothing comes down before every member has passed its part up. A leaf that received anything proves that all
-members have begun.
+*Tree*: a member passes up what has come from all below it, and nothing comes down before the root has it. So one that
+sent anything proves that all below it have begun, and a leaf that received anything that all have.
 
 A rank stands in one round at a time. So one that has begun a round which still stands is a victim like all others
 in it, and a round of another communicator that lacks it waits for a victim.
@@ -23,7 +23,16 @@ from numpy.typing import NDArray
 
 from diagnosis.contracts.incident import Kind, State
 from diagnosis.engine.lanes import Bools, Lanes, Now
-from diagnosis.engine.shapes import CHAIN_OPS, RING_OPS, SLOTS, algorithm_is, is_heap, neighbours, usual_steps
+from diagnosis.engine.shapes import (
+    CHAIN_OPS,
+    RING_OPS,
+    SLOTS,
+    algorithm_is,
+    heap_above,
+    is_heap,
+    neighbours,
+    usual_steps,
+)
 from diagnosis.evidence.signatures import signature_parts
 
 TREES_MAX: Final = 256
@@ -69,9 +78,14 @@ def _in_trees(lanes: Lanes, now: Now, stalled: Bools, inside: Bools, result: Sig
     usual = usual_steps(lanes) if len(trees) else np.empty(0)
     for comm in trees[:TREES_MAX]:
         members = lanes.of_comm(int(comm))
-        leaf = 2 * np.arange(lanes.sizes[comm]) + 1 >= lanes.sizes[comm]
-        if (inside[members] & leaf & (now.recv[members] > 0)).any() and is_heap(usual[members]):
-            result[members] = 1
+        if not is_heap(usual[members]):
+            continue
+        here, leaf = inside[members], 2 * np.arange(lanes.sizes[comm]) + 1 >= lanes.sizes[comm]
+        all_begun = bool((here & leaf & (now.recv[members] > 0)).any())
+        sent = here & (now.send[members] > 0)
+        for place in np.flatnonzero(~now.heard[members]).tolist():
+            if all_begun or any(sent[above] for above in heap_above(place)):
+                result[members.start + place] = 1
 
 
 def _in_rings(lanes: Lanes, now: Now, inside: Bools, result: Signs) -> None:

@@ -52,6 +52,15 @@ def heap_links(count: int) -> Floats:
     return np.maximum(links, 1.0)
 
 
+def heap_above(place: int) -> list[int]:
+    """The positions above one in a heap, up to the root."""
+    above = []
+    while place > 0:
+        place = (place - 1) // 2
+        above.append(place)
+    return above
+
+
 def is_heap(usual: Floats) -> bool:
     """Whether usual steps (n,) fit the numbers of neighbours in a heap. A silent member has no usual steps.
 

@@ -205,7 +205,7 @@ def _find_roots(lanes: Lanes, stall: Stall) -> None:
     if called.ranks or (not stall.fell_silent and (stall.silent or not stall.innermost)):
         _find_circle(lanes, stall, behind)
     stall.crossed = bool(called.ranks)
-    if called.ranks and not stall.divergent:
+    if called.ranks and not (stall.divergent and set(stall.divergent) <= set(called.ranks)):
         stall.circle, stall.divergent, stall.receivers = called.ranks, called.odd, []
 
 

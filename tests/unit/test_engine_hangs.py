@@ -91,6 +91,13 @@ def test_a_leaf_that_received_proves_that_a_silent_member_of_a_tree_has_begun() 
     assert (missing.class_, guilty(missing)) == ("H1", [("rank", 6, "process_exit")])
 
 
+def test_a_member_of_a_tree_that_sent_proves_that_a_silent_one_below_it_has_begun() -> None:
+    """Rank 13 stopped before its first part, so nothing came down to anybody; what rank 1 sent came from rank 9 too."""
+    said = ring(stopped(15, 13, 0, "TREE"), (9,))
+    verdict = judged({"dp": comm(range(15), "TREE")}, said)
+    assert (verdict.class_, guilty(verdict)) == ("H3", [("rank", 13, "unknown")])
+
+
 def test_two_members_alone_are_not_compared_by_the_fewest_steps() -> None:
     """The other one tells no steps and may not have begun: no step was made that shows where it stands."""
     said = {0: {"dp": enqueued(recv=0)}, 1: {"dp": running(1, 0)}}
@@ -154,6 +161,20 @@ def test_calls_that_contradict_each_other_are_a_divergence_wherever_the_ranks_st
     inside = {name: comm(range(4), transport="NVLINK") for name in ("tp", "norm")}
     verdict = judged(inside | {"other": comm((4, 5), transport="NVLINK")}, said)
     assert (verdict.class_, guilty(verdict)) == ("H2", [("rank", 3, "program_divergence")])
+
+
+def test_a_circle_that_may_be_names_nobody_beside_one_that_is_proven() -> None:
+    """Ranks 4 and 5 have called `a` and `b` in contrary orders. Rank 3 would be in a circle with 0 to 2 if it stood in
+    `far`, of which it tells too little; in truth it waits for rank 4."""
+    none = {"send": None, "recv": None}
+    said = {rank: {"near": running(1, 0), "far": enqueued(send=0, recv=0)} for rank in (1, 2)}
+    said |= {0: {"near": running(1, 0), "far": done()}}
+    said |= {3: {"near": enqueued(send=0, recv=0), "far": enqueued(recv=0), "first": enqueued()}}
+    said |= {4: {"a": enqueued(), "b": done(**none), "first": done(**none)}, 5: {"a": done(**none), "b": enqueued()}}
+    inside = {"a": (4, 5), "b": (4, 5), "first": (3, 4)}
+    comms = {name: comm(ranks, transport="NVLINK") for name, ranks in inside.items()}
+    verdict = judged(comms | {name: comm(range(4), algo="") for name in ("near", "far")}, said)
+    assert (verdict.class_, verdict.culprits, verdict.action.kind) == ("H2", [], "collect")
 
 
 def test_a_tie_of_two_operations_is_broken_by_what_the_program_ran_before() -> None:
