@@ -176,7 +176,8 @@ def _at_silent(comm: int, ranks: Ints, send: Floats, recv: Floats, first: int) -
 
 def _owing(comm: int, ranks: Ints, send: Floats, recv: Floats) -> Cut:
     """No pile-up: the one member that could have sent on and did not."""
-    owing = np.flatnonzero(np.nan_to_num(recv + 1 - send) >= 1)
+    # Who has sent as much as anybody may have sent all: a round has no more steps than its busiest member made.
+    owing = np.flatnonzero((np.nan_to_num(recv + 1 - send) >= 1) & (send < np.nanmax(send)))
     if len(owing) == 1:
         at = int(owing[0])
         words = f"rank {ranks[at]} received {recv[at]:.0f} steps and sent {send[at]:.0f}: it owes the next"

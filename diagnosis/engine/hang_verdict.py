@@ -16,22 +16,22 @@ from diagnosis.engine.waits import GONE, HALTED, Stall
 from diagnosis.engine.witnesses import Finding, Witnesses, gather
 
 HARDWARE = ("gpu_fault", "nvlink_fault", "nic_fault")
-# How sure, by what the verdict rests on. Drills bear out at least that much (7,680 hangs, 2,080 of them with a fifth of
+# How sure, by what the verdict rests on. Drills bear out at least that much (13,280 hangs, 2,080 of them with a fifth of
 # the reports or fields missing). Where all were right, the number says what drills cannot: that more can go wrong.
 SEEN_BY_KERNEL = 0.97  # the kernel tells the state of the very process
-DIFFERENT_CALL = 0.97  # a signature against the majority: 2,238 of 2,238 right
-GPU_NAMED = 0.97  # the hardware's own word, where the counts point or only one member can be meant: 818 of 818
-NOT_ENTERED = 0.95  # waited for, and inside nothing: 98 %, all misses a second one that was stuck as well
-CROSSED = 0.95  # calls that contradict each other, one rank against the rest: 541 of 541
-BROKEN_AND_NEEDED = 0.95  # the one broken thing that a standing round goes through: 288 of 288
-FLOWS_DEAD = 0.95  # what all dead flows have in common: 554 of 554
-FELL_SILENT = 0.9  # 560 of 560, but what silences a collector may do so at that moment
-COUNTS = 0.9  # transfer steps told on both sides of the cut: 503 of 503, no second witness
+DIFFERENT_CALL = 0.97  # a signature against the majority: 3,838 of 3,838 right
+GPU_NAMED = 0.97  # the hardware's own word, where the counts point or only one member can be meant: 2,370 of 2,370
+NOT_ENTERED = 0.95  # waited for, and inside nothing: 1,757 of 1,760, in the rest a second one was stuck as well
+CROSSED = 0.95  # calls that contradict each other, one rank against the rest: 929 of 929
+BROKEN_AND_NEEDED = 0.95  # the one broken thing that a standing round goes through: 467 of 467
+FLOWS_DEAD = 0.95  # what all dead flows have in common: 952 of 952
+FELL_SILENT = 0.9  # 960 of 960, but what silences a collector may do so at that moment
+COUNTS = 0.9  # transfer steps told on both sides of the cut: 886 of 886, no second witness
 KILLED_NEAR = 0.9  # waited for, and the kernel killed or lost some process of its node
 CIRCLE = 0.85  # a circle that takes rounds for not begun because no step was made
-NEVER_HEARD = 0.85  # the one member that was never heard: 560 of 560, none of them with another unheard one
-COUNTS_BOUNDED = 0.8  # transfer steps of which some are bounds: 39 of 41
-COUNTS_OF_SEVERAL = 0.5  # the lowest told in a tree, with one beneath it of which nothing is told: 3 of 6
+NEVER_HEARD = 0.85  # the one member that was never heard: 960 of 960, none of them with another unheard one
+COUNTS_BOUNDED = 0.8  # transfer steps of which some are bounds: 49 of 51
+COUNTS_OF_SEVERAL = 0.5  # the lowest told in a tree, with one beneath it of which nothing is told: 4 of 7
 VAGUE = 0.6  # not entered, but it does not tell whether it stands elsewhere; not drilled
 LINK_UNSURE = 0.55  # one connection between two ranks, from their counts alone
 FIRM = 0.85
@@ -220,8 +220,8 @@ def _find_inside(case: _Case) -> list[Culprit]:
         text = f"all {size} members are inside the round of communicator {_name(case, cut)}: {cut.counts}"
         if len(case.evidence) < EVIDENCE_MAX:
             case.evidence.append(EvidenceItem(kind="steps", text=text))
-        known = {culprit.rank for culprit in culprits}
-        culprits += [c for c in _from_cut(case, cut) if c.rank is None or c.rank not in known]
+        known = {(culprit.rank, culprit.node, culprit.link) for culprit in culprits}
+        culprits += [c for c in _from_cut(case, cut) if (c.rank, c.node, c.link) not in known]
     if all(culprit.confidence < FIRM for culprit in culprits):
         return _from_broken(case) or culprits
     # One fault explains a stall: a guess beside a conviction is none.

@@ -56,6 +56,12 @@ def test_an_xid_whose_gpu_nothing_tells_is_about_its_node(health: list[dict[str,
     assert guilty(verdict) == [("node", None, "gpu_fault")]
 
 
+def test_a_node_is_named_once_however_many_of_its_rounds_stand() -> None:
+    said = {rank: {name: enqueued()} for name, pair in (("a", (0, 1)), ("b", (2, 3))) for rank in pair}
+    comms = {"a": comm((0, 1), transport="NVLINK"), "b": comm((2, 3), transport="NVLINK")}
+    assert guilty(judged(comms, said, health=[xid(119), *node({})])) == [("node", None, "gpu_fault")]
+
+
 def test_a_gpu_that_tells_nothing_is_no_fault_without_the_driver() -> None:
     verdict = judged({"tp": TP}, ENQUEUED, health=node({5: NOTHING}))
     assert (verdict.culprits, verdict.action.kind) == ([], "collect")

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.stalls import absent, comm, done, enqueued, guilty, judged, running, stopped
+from tests.stalls import LOOPS, absent, comm, done, enqueued, guilty, judged, running, stopped
 
 SIZE = 8
 
@@ -25,6 +25,12 @@ def test_a_rank_that_stopped_in_a_ring_is_found_without_one_of_its_counts(at: in
         verdict.culprits[0].confidence
         < judged({"dp": comm(range(SIZE))}, ring(stopped(SIZE, at, 20))).culprits[0].confidence
     )
+
+
+def test_who_has_sent_all_owes_nothing() -> None:
+    """Rank 3 of four stopped before the last step; nothing piles up, and two others have received and sent all."""
+    verdict = judged({"dp": comm(range(4))}, ring(stopped(4, 3, 2 * 3 * LOOPS - 1)))
+    assert (verdict.class_, guilty(verdict)) == ("H3", [("rank", 3, "unknown")])
 
 
 @pytest.mark.parametrize("silent", [rank for rank in range(SIZE) if rank != 3])
