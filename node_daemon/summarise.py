@@ -96,8 +96,9 @@ def _comm_table(
     """`window`: differences of the counters; `lately`: what could not be told at some time in it."""
     table = empty(wire.COMM_DTYPE, len(slots))
     table["rank_row"] = rank_row
-    for name in ("comm_id", "comm_size", "comm_rank", "op", "dtype", "algo", "proto", "count", "root", "errors"):
+    for name in ("comm_id", "comm_size", "comm_rank", "op", "dtype", "algo", "proto", "count", "root"):
         table[name] = slots[name]
+    _fill(table, "errors", slots["errors"], slots["unknown"] & Untold.ERRORS)
     entered, done = slots["enqueued"], np.minimum(slots["done"], slots["enqueued"])
     running = done < entered
     ended = (slots["unknown"] & Untold.DONE) == 0  # whether the ends of rounds are seen
@@ -124,10 +125,10 @@ def _comm_table(
 _NULL: Final = np.uint64(null_of(np.dtype("<u8")))
 
 
-def _fill(table: Table, name: str, values: NDArray[np.uint64], untold: NDArray[np.integer[Any]]) -> None:
+def _fill(table: Table, name: str, values: NDArray[np.unsignedinteger[Any]], untold: NDArray[np.integer[Any]]) -> None:
     """Values into a column; what does not fit, or is marked in `untold`, is unknown."""
     null = null_of(table.dtype[name])
-    table[name] = np.where((values < null) & (untold == 0), values, null)
+    table[name] = np.where((values < null) & (untold == 0), values.astype(np.uint64), np.uint64(null))
 
 
 def _to_us(values_ns: NDArray[np.uint64]) -> NDArray[np.uint64]:

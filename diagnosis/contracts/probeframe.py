@@ -212,6 +212,7 @@ class Untold(IntFlag):
     TIMES = 2  # `dur_us`, `dur_sum_ns`, `gap_us`, `gap_sum_ns`
     STEPS = 4  # `send_steps`, `recv_steps`, `bytes`, wait states
     GRAPHS = 8  # a collective was captured in a CUDA graph: its replays are no rounds
+    ERRORS = 16  # `errors`
 
 
 class Algo(IntEnum):

@@ -90,3 +90,19 @@ def test_where_the_release_is_unknown_only_what_all_of_its_interface_allow_is_on
         for row in (row for row in TABLE if row.interface == interface):
             assert standing & ~row.standing == 0
             assert widest & ~row.widest == 0
+
+
+def test_the_page_tells_the_table_as_it_is() -> None:
+    page = (HEADER_PATH.parents[3] / "docs" / "probe-frame.md").read_text()
+    names = {name.replace("_", "").lower(): event for event in Event if (name := event.name)}
+    told = {}
+    for line in page.splitlines():
+        cells = [cell.strip() for cell in line.split("|")]
+        if len(cells) > 6 and cells[2] in {f"v{interface}" for interface in INTERFACES} | {"v5, v6"}:
+            for release in cells[1].split(", "):
+                stands, more = (
+                    Event(sum(names.get(word.strip().lower(), 0) for word in cell.split(","))) for cell in cells[3:5]
+                )
+                told[release] = (stands, stands | more)
+    rows = {".".join(map(str, row.since[:2])): (row.standing, row.widest) for row in TABLE}
+    assert told == {**{release: rows[release] for release in rows if release != "2.33"}, "newer": rows["2.33"]}

@@ -82,6 +82,14 @@ def test_what_a_probe_cannot_tell_is_null_and_stays_so_for_the_window_in_which_i
     assert (row["rounds"], row["send"], row["recv"], row["dur_us"], row["gap_us"]) == (1, 14, 14, 10_000, 30_000)
 
 
+def test_errors_that_a_probe_cannot_see_are_not_none() -> None:
+    frame = image()
+    frame.step()
+    assert tables(look(sample_of(frame.tobytes()))[0])[1]["errors"][0] == 0
+    frame.slots[0]["unknown"] = Untold.ERRORS
+    assert tables(look(sample_of(frame.tobytes()))[0])[1]["errors"][0] == U4
+
+
 def test_the_age_of_a_state_that_is_not_told_runs_from_the_last_sign_of_life() -> None:
     frame = image()
     frame.enter()

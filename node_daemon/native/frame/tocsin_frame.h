@@ -69,6 +69,7 @@ enum {
     TOCSIN_UNTOLD_TIMES = 2,
     TOCSIN_UNTOLD_STEPS = 4,
     TOCSIN_UNTOLD_GRAPHS = 8,
+    TOCSIN_UNTOLD_ERRORS = 16,
 };
 
 enum {

@@ -43,7 +43,7 @@ static uint16_t untold(const communicator* owner, uint32_t events) {
   const bool transfers = (events & (NCCL_PROXY_OP | NCCL_PROXY_STEP)) && LOAD(owner->transfers_end);
   return (uint16_t)((kernels ? 0 : TOCSIN_UNTOLD_TIMES) | (kernels || transfers ? 0 : TOCSIN_UNTOLD_DONE) |
                     (events & NCCL_PROXY_STEP ? 0 : TOCSIN_UNTOLD_STEPS) |
-                    (LOAD(owner->graphs) ? TOCSIN_UNTOLD_GRAPHS : 0));
+                    (LOAD(owner->graphs) ? TOCSIN_UNTOLD_GRAPHS : 0) | TOCSIN_UNTOLD_ERRORS);
 }
 
 // NCCL reads its mask at each call of the program: the one that is set now holds from the next on. Where RAS or another
