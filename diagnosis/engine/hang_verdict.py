@@ -16,8 +16,8 @@ from diagnosis.engine.waits import GONE, HALTED, Stall
 from diagnosis.engine.witnesses import Finding, Witnesses, gather
 
 HARDWARE = ("gpu_fault", "nvlink_fault", "nic_fault")
-# How sure, by what the verdict rests on. Drills bear out at least that much (13,280 hangs, 2,080 of them with a fifth of
-# the reports or fields missing). Where all were right, the number says what drills cannot: that more can go wrong.
+# How sure, by what the verdict rests on. Drills bear out at least that much (13,280 hangs, 2,080 of them with a fifth
+# of the reports or fields missing). Where all were right, the number says what drills cannot: that more can go wrong.
 SEEN_BY_KERNEL = 0.97  # the kernel tells the state of the very process
 DIFFERENT_CALL = 0.97  # a signature against the majority: 3,838 of 3,838 right
 GPU_NAMED = 0.97  # the hardware's own word, where the counts point or only one member can be meant: 2,370 of 2,370
