@@ -19,7 +19,15 @@ from numpy.typing import NDArray
 
 from diagnosis.contracts import report as wire
 from diagnosis.contracts.columns import Table, empty, null_of, pack
-from diagnosis.contracts.probeframe import SIGNATURE_UNKNOWN, SLOT_DTYPE, Untold, rounds_of, signatures
+from diagnosis.contracts.probeframe import (
+    DUR_OPEN,
+    SIGNATURE_UNKNOWN,
+    SLOT_DTYPE,
+    Untold,
+    channels_of,
+    rounds_of,
+    signatures,
+)
 from diagnosis.contracts.report import CommState, JobSample
 from node_daemon.collectors.frames import FrameSample, JobFrames, Slots
 
@@ -27,6 +35,8 @@ CommKey = tuple[int, int, int]
 """(pid, start ticks, comm_id): one communicator of one process."""
 _COUNTERS: Final = ("done", "dur_sum_ns", "gap_sum_ns", "send_steps", "recv_steps")
 _LOW: Final = 0xFFFF_FFFF
+LOSES_NOTHING_SINCE: Final = 23100
+"""The NCCL from which on every kernel's events arrive, as `library_version` tells it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,16 +111,16 @@ def _comm_table(
     _fill(table, "errors", slots["errors"], slots["unknown"] & Untold.ERRORS)
     entered, done = slots["enqueued"], np.minimum(slots["done"], slots["enqueued"])
     running = done < entered
-    ended = (slots["unknown"] & Untold.DONE) == 0  # whether the ends of rounds are seen
-    waits = running & (slots["started"] == done)  # the newest has not begun, and no other is open
+    told = _is_told(slots, np.array([frame.header["library_version"] for frame in frames], "<u4")[rank_row])
+    waits = slots["started"] == done  # the newest round has not begun, and no other is open
     state = np.where(running, np.where(waits, CommState.ENQUEUED, CommState.RUNNING), CommState.DONE)
-    table["state"] = np.where(entered == 0, CommState.NONE, np.where(ended, state, null_of(wire.COMM_DTYPE["state"])))
-    table["seq"], table["done_seq"] = entered, np.where(ended, done, _NULL)
+    table["state"] = np.where(entered == 0, CommState.NONE, np.where(told, state, null_of(wire.COMM_DTYPE["state"])))
+    table["seq"], table["done_seq"] = entered, np.where(told, done, _NULL)
     last_leave_ns = np.array([frame.header["last_leave_ns"] for frame in frames], "<u8")[rank_row]
     read_ns = np.array([frame.read_ns for frame in frames], "<u8")[rank_row]
     moved_ns = np.maximum(slots["t_enqueued_ns"], last_leave_ns)
     since_ns = np.where(running, slots["t_enqueued_ns"], last_leave_ns)
-    table["age_us"] = _age_us(read_ns, np.where(ended, since_ns, moved_ns))
+    table["age_us"] = _age_us(read_ns, np.where(told, since_ns, moved_ns))
     rounds, dur_ns, gap_ns, send, recv = window.T
     open_send, open_recv = _open_steps(slots)
     _fill(table, "send", np.where(running, open_send, send), lately & Untold.STEPS)
@@ -120,6 +130,24 @@ def _comm_table(
     _fill(table, "gap_us", _to_us(gap_ns), lately & Untold.TIMES)
     table["signature"] = _newest_signature(slots)
     return table
+
+
+def _is_told(slots: Slots, library_version: NDArray[np.uint32]) -> NDArray[np.bool_]:
+    """Whether it is known where each communicator's newest round is.
+
+    That it is over is certain. That it has begun and is not over is certain too where the network's transfers say so.
+    NCCL before 2.31 loses kernel events now and then (its issue 2221), and a round whose end was lost must not pass for
+    one that hangs: there a kernel must be seen running.
+    """
+    over = slots["done"] >= slots["enqueued"]
+    begun = slots["started"] >= slots["enqueued"]
+    kernels = (slots["unknown"] & Untold.DONE) == 0
+    loses = (slots["unknown"] & Untold.ERRORS != 0) & (
+        library_version < LOSES_NOTHING_SINCE
+    )  # NCCL alone tells no errors
+    runs = (channels_of(slots)["kernel_us"] == DUR_OPEN).any(axis=-1)
+    told: NDArray[np.bool_] = over | np.where(kernels, ~loses | (begun & runs), begun)
+    return told
 
 
 _NULL: Final = np.uint64(null_of(np.dtype("<u8")))

@@ -208,7 +208,7 @@ class StepState(IntEnum):
 class Untold(IntFlag):
     """What a slot cannot tell while the events that tell it are off."""
 
-    DONE = 1  # `done`, `t_done_ns`, `started`: rounds end unseen
+    DONE = 1  # ends of rounds: `done` and `started` may stay behind (what they do tell is so)
     TIMES = 2  # `dur_us`, `dur_sum_ns`, `gap_us`, `gap_sum_ns`
     STEPS = 4  # `send_steps`, `recv_steps`, `bytes`, wait states
     GRAPHS = 8  # a collective was captured in a CUDA graph: its replays are no rounds

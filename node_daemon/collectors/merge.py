@@ -43,7 +43,8 @@ def _merged(group: list[FrameSample]) -> FrameSample:
     header = group[0].header.copy()
     for name in _IDENTITY:
         header[name] = next((sample.header[name] for sample in group if int(sample.header[name]) >= 0), -1)
-    header["last_leave_ns"] = max(int(sample.header["last_leave_ns"]) for sample in group)
+    for name in ("last_leave_ns", "library_version"):
+        header[name] = max(int(sample.header[name]) for sample in group)
     slots = np.frombuffer(b"".join(sample.slots.tobytes() for sample in group), SLOT_DTYPE)
     again = np.frombuffer(b"".join(sample.again.tobytes() for sample in group), SLOT_DTYPE)
     kept = np.sort(np.argsort(slots["t_enqueued_ns"], kind="stable")[-SLOT_COUNT:])

@@ -255,7 +255,7 @@ def test_without_kernel_events_the_ends_of_transfers_tell_the_end(double: Double
         driver.ask("allreduce a 3 2 2")
         slot = driver.slot()
     assert numbers(slot, "enqueued", "started", "done", "dur_sum_ns", "send_steps") == [3, 3, 3, 0, 0]
-    assert Untold(int(slot["unknown"])) == Untold.TIMES | Untold.STEPS | Untold.ERRORS
+    assert Untold(int(slot["unknown"])) == Untold.DONE | Untold.TIMES | Untold.STEPS | Untold.ERRORS
     assert {entry["dur_us"] for entry in rounds(slot)} == {DUR_OPEN}
 
 
@@ -280,6 +280,36 @@ def test_the_control_word_widens_the_mask_for_its_time(double: Double, tmp_path:
         ask_for(driver, Event.KERNEL_CH, 2 * probeframe.WIDEN_S_MAX)
         driver.ask("allreduce a 1 2 2")
         assert driver.ask("mask") == str(standing)
+
+
+def test_the_call_that_widens_the_mask_was_still_made_under_the_old_one(double: Double, tmp_path: Path) -> None:
+    with running(double, tmp_path, TOCSIN_NCCL_EVENTS="-", FAKE_NCCL_VERSION="23102") as driver:
+        driver.ask(f"comm a {COMM_ID} 4 1")
+        ask_for(driver, Event.KERNEL_CH, 30)
+        driver.coll("x")
+        assert int(driver.ask("mask")) & Event.KERNEL_CH
+        assert Untold(int(driver.slot()["unknown"])) & Untold.DONE  # nothing will tell its end
+        driver.coll("y")
+        assert not Untold(int(driver.slot()["unknown"])) & Untold.DONE
+        ask_for(driver, Event.KERNEL_CH, -1)
+        driver.coll("z")
+        assert not int(driver.ask("mask")) & Event.KERNEL_CH
+        assert not Untold(int(driver.slot()["unknown"])) & Untold.DONE
+        driver.kernel("y", 0, 1000, 2000)
+        assert numbers(driver.slot(), "enqueued", "done") == [3, 2]
+        driver.kernel("z", 0, 3000, 4000)
+        assert numbers(driver.slot(), "enqueued", "done") == [3, 3]
+
+
+def test_a_new_communicator_does_not_end_what_was_asked_for(double: Double, tmp_path: Path) -> None:
+    with running(double, tmp_path, TOCSIN_NCCL_EVENTS="-", FAKE_NCCL_VERSION="23102") as driver:
+        driver.ask(f"comm a {COMM_ID} 4 1")
+        ask_for(driver, Event.KERNEL_CH, 30)
+        driver.ask("allreduce a 1 1 1")
+        widened = driver.ask("mask")
+        driver.ask("comm b 7 4 1")
+        driver.ask("allreduce a 1 1 1")
+        assert driver.ask("mask") == widened
 
 
 def test_a_mask_that_another_hand_has_set_stays(double: Double, tmp_path: Path) -> None:

@@ -66,11 +66,12 @@ def test_a_round_that_the_gpu_has_not_begun_is_enqueued() -> None:
 
 def test_what_a_probe_cannot_tell_is_null_and_stays_so_for_the_window_in_which_it_could_not() -> None:
     frame, every = image(), Untold.DONE | Untold.TIMES | Untold.STEPS
-    frame.step()
-    frame.slots[0]["unknown"] = every
+    frame.enter()
+    frame.slots[0]["unknown"], frame.slots[0]["started"] = every, 0
     told, memory = look(sample_of(frame.tobytes()))
     row = tables(told)[1][0]
     assert (row["state"], row["seq"], row["done_seq"]) == (null_of(np.dtype("u1")), 1, U8)
+    frame.leave()
     frame.step()
     frame.slots[0]["unknown"] = 0
     told, memory = look(sample_of(frame.tobytes()), before=memory)
@@ -90,10 +91,44 @@ def test_errors_that_a_probe_cannot_see_are_not_none() -> None:
     assert tables(look(sample_of(frame.tobytes()))[0])[1]["errors"][0] == U4
 
 
+def newest(frame: FrameImage) -> tuple[int, int]:
+    row = tables(look(sample_of(frame.tobytes()))[0])[1][0]
+    return int(row["state"]), int(row["done_seq"])
+
+
+NOT_TOLD = (null_of(np.dtype("u1")), U8)
+
+
+def test_the_ends_of_transfers_tell_what_they_do_tell_and_leave_the_rest_open() -> None:
+    frame = image(library_version=23200)
+    frame.step()
+    frame.slots[0]["unknown"] = Untold.DONE | Untold.TIMES | Untold.ERRORS
+    assert newest(frame) == (CommState.DONE, 1)
+    frame.enter()
+    assert newest(frame) == (CommState.RUNNING, 1)
+    frame.slots[0]["started"] = 1  # this rank had no part in the round's transfers: it may be over or not
+    assert newest(frame) == NOT_TOLD
+
+
+def test_a_round_whose_end_nccl_may_have_lost_does_not_pass_for_one_that_hangs() -> None:
+    for version, lost in ((22907, NOT_TOLD), (23102, (CommState.RUNNING, 1))):
+        frame = image(library_version=version)
+        frame.step()
+        frame.enter()
+        frame.slots[0]["unknown"] = Untold.ERRORS
+        assert newest(frame) == lost
+        channels = frame.slots["lanes"].view(probeframe.CHANNEL_DTYPE)
+        channels["kernel_us"][0, 3] = probeframe.DUR_OPEN
+        assert newest(frame) == (CommState.RUNNING, 1)
+        channels["kernel_us"][0, 3] = 7
+        frame.leave()
+        assert newest(frame) == (CommState.DONE, 2)
+
+
 def test_the_age_of_a_state_that_is_not_told_runs_from_the_last_sign_of_life() -> None:
     frame = image()
     frame.enter()
-    frame.slots[0]["unknown"] = Untold.DONE
+    frame.slots[0]["unknown"], frame.slots[0]["started"] = Untold.DONE, 0
     frame.slots[0]["t_enqueued_ns"], frame.header["last_leave_ns"] = 90 * SECOND_NS, 97 * SECOND_NS
     row = tables(look(sample_of(frame.tobytes(), read_ns=100 * SECOND_NS))[0])[1][0]
     assert row["age_us"] == 3_000_000

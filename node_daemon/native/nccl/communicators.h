@@ -67,6 +67,7 @@ typedef struct coll_round {
   uint32_t seq;
   uint32_t launch;
   uint32_t signature;
+  uint32_t events;       // that NCCL delivers for it
   int32_t kernels_left;  // channels whose kernel has not ended
   uint64_t first_ns;     // by the GPU's clock; 0: has not started, or is untimed
   uint64_t last_ns;
@@ -87,8 +88,8 @@ typedef struct launch {
 typedef struct communicator {
   uint32_t generation;  // 0: free
   uint32_t graphs;      // a collective was captured in a graph
-  uint32_t transfers_end;  // the ends of transfers have told the end of a launch
-  uint32_t told_events;
+  uint32_t call_events;  // that NCCL delivers for what the program called for last
+  uint32_t told_events;  // our wish, as NCCL was last told
   uint64_t id;
   int* mask;
   tocsin_slot* slot;  // never null while it lives

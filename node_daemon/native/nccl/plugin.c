@@ -4,6 +4,7 @@
 // and from 2.31 on a profiler thread (kernels), several at once. Nothing here locks, allocates or calls the kernel, and
 // whatever is wrong, NCCL is told success: a communicator that cannot be followed has no context, and is asked nothing.
 #include "communicators.h"
+#include "frame_file.h"
 #include "names.h"
 #include "nccl_frame.h"
 #include "profiler_abi.h"
@@ -27,6 +28,7 @@ static operation collective(const char* function, const char* datatype, uint64_t
 
 static uint64_t call_begun(communicator* owner, uint64_t self, const nccl_event* event) {
   if (event->coll_api.graph_captured) {
+    call_entered(owner);
     STORE(owner->graphs, 1);
     return HANDLE(self, KIND_COLL_API, 0);
   }
@@ -110,6 +112,7 @@ __attribute__((noinline)) static int start_other(void* context, void** handle, n
       case NCCL_KERNEL_CH: begun = kernel_of(owner, self, event); break;
       case NCCL_COLL_API: begun = call_begun(owner, self, event); break;
       case NCCL_COLL: begun = coll_begun(owner, self, event, v4); break;
+      case NCCL_P2P_API: call_entered(owner); break;
       case NCCL_P2P: begun = p2p_begun(owner, self, event, v4); break;
       case NCCL_GROUP: begun = HANDLE(self, KIND_GROUP, launch_begun(owner)); break;
       default: break;
@@ -242,8 +245,11 @@ static int init(void** context, int* mask, uint64_t id, int ranks, int rank, ncc
     say_once(log, "tocsin does not follow a communicator: too many, or a second rank of one in this process");
     return 0;
   }
-  communicator_of(handle)->told_events = events_wanted(0);
-  STORE(*mask, (int)events_wanted(0));
+  communicator* made = communicator_of(handle);
+  const uint32_t wanted = events_wanted(tocsin_now_ns());
+  STORE(made->told_events, wanted);
+  STORE(*mask, (int)wanted);
+  call_entered(made);
   *context = pointer(handle);
   return 0;
 }

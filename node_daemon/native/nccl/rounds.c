@@ -39,42 +39,43 @@ static void raise_to(uint64_t* field, uint64_t value) {
 }
 
 static uint16_t untold(const communicator* owner, uint32_t events) {
-  const bool kernels = events & NCCL_KERNEL_CH;
-  const bool transfers = (events & (NCCL_PROXY_OP | NCCL_PROXY_STEP)) && LOAD(owner->transfers_end);
-  return (uint16_t)((kernels ? 0 : TOCSIN_UNTOLD_TIMES) | (kernels || transfers ? 0 : TOCSIN_UNTOLD_DONE) |
+  return (uint16_t)((events & NCCL_KERNEL_CH ? 0 : TOCSIN_UNTOLD_TIMES | TOCSIN_UNTOLD_DONE) |
                     (events & NCCL_PROXY_STEP ? 0 : TOCSIN_UNTOLD_STEPS) |
                     (LOAD(owner->graphs) ? TOCSIN_UNTOLD_GRAPHS : 0) | TOCSIN_UNTOLD_ERRORS);
 }
 
-// NCCL reads its mask at each call of the program: the one that is set now holds from the next on. Where RAS or another
-// hand has set it meanwhile, it stays as it is until our own wish changes.
-static void mind_events(communicator* owner, tocsin_slot* slot, uint64_t now_ns) {
+void call_entered(communicator* owner) { STORE(owner->call_events, (uint32_t)LOAD(*owner->mask)); }
+
+// What is set now holds from the program's next call on. Where RAS or another hand has set the mask meanwhile, it stays
+// as it is until our own wish changes.
+static void mind_events(communicator* owner, uint64_t now_ns) {
   const uint32_t wanted = events_wanted(now_ns);
   if (wanted != LOAD(owner->told_events)) {
     STORE(owner->told_events, wanted);
     STORE(*owner->mask, (int)wanted);
   }
-  const uint32_t events = (uint32_t)LOAD(*owner->mask);
-  STORE(g_frame->header.event_mask, events);
-  STORE(slot->unknown, untold(owner, events));
+  STORE(g_frame->header.event_mask, (uint32_t)LOAD(*owner->mask));
 }
 
 uint32_t round_entered(communicator* owner, const operation* what) {
   const uint64_t now_ns = tocsin_now_ns();
   follow(owner);
   tocsin_slot* slot = LOAD_ACQUIRE(owner->slot);
-  mind_events(owner, slot, now_ns);
+  call_entered(owner);
+  mind_events(owner, now_ns);
   const uint64_t seq = ADD(owner->enqueued, 1) + 1;
   coll_round* round = &owner->rounds[seq % ROUNDS_MAX];
   STORE(round->seq, 0);
   STORE(round->launch, 0);
   STORE(round->signature, tocsin_signature(what->op, what->dtype, what->count, what->root));
+  STORE(round->events, LOAD(owner->call_events));
   STORE(round->kernels_left, 0);
   STORE(round->first_ns, 0);
   STORE(round->last_ns, 0);
   STORE(round->started, 0);
   STORE(round->entry, tocsin_record(&owner->recording, slot, seq, now_ns, 0, LOAD(round->signature)));
   STORE_RELEASE(round->seq, (uint32_t)seq);
+  STORE(slot->unknown, untold(owner, LOAD(round->events)));
   STORE(slot->op, what->op);
   STORE(slot->dtype, what->dtype);
   STORE(slot->algo, TOCSIN_ALGO_UNKNOWN);
@@ -105,10 +106,10 @@ uint32_t task_begun(communicator* owner, uint32_t number, uint32_t seq, uint32_t
     number = launch_begun(owner);
     of = launch_at(owner, number);
   }
-  const bool kernels = (uint32_t)LOAD(*owner->mask) & NCCL_KERNEL_CH;
+  coll_round* round = round_at(owner, seq);
+  const bool kernels = (round ? LOAD(round->events) : LOAD(owner->call_events)) & NCCL_KERNEL_CH;
   ADD(of->kernels_left, kernels ? (int32_t)channels : 0);
   STORE(of->has_kernels, LOAD(of->has_kernels) | (kernels && channels));
-  coll_round* round = round_at(owner, seq);
   if (!round) {
     STORE(of->last, (uint32_t)LOAD(owner->enqueued));
     return number;
@@ -247,7 +248,6 @@ void transfer_ended(communicator* owner, uint64_t handle) {
   launch* of = launch_of(owner, handle);
   // Proxies of shared memory end without ever having told a beginning.
   if (of && LOAD(of->transfers) > 0 && ADD(of->transfers, -1) == 1 && !LOAD(of->has_kernels)) {
-    STORE(owner->transfers_end, 1);
     launch_over(owner, of);
   }
 }

@@ -7,7 +7,7 @@
 // NCCL then launches a kernel, for one round or for a group of them. A launch is over as a whole: when the last of the
 // channels that its tasks announced has told the kernel's end. `done` follows launches, in stream order; whatever event
 // NCCL lost on the way (several releases drop some), the next launch makes good. Where kernel events are off, the ends of
-// the network proxy's transfers tell the same approximately, on ranks that have such transfers.
+// the network proxy's transfers tell the same approximately, for rounds that have such transfers on this rank.
 //
 // Times are the GPU's own (globaltimer): how long a round's kernel ran, waiting for peers included, and as own time the
 // gap on the GPU since the process's last kernel of NCCL began or ended. The program's thread runs ahead of the GPU, so
@@ -24,6 +24,9 @@ typedef struct operation {
   int32_t root;
   uint64_t count;
 } operation;
+
+// The program has called: NCCL has just read the mask for it.
+void call_entered(communicator* owner);
 
 // The number of the new round.
 uint32_t round_entered(communicator* owner, const operation* what);
