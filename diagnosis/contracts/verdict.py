@@ -39,6 +39,10 @@ DOMAIN_OF_CAUSE: Final[dict[str, str]] = {
 }
 """Every cause and the domain it belongs to. Only `hardware` and a node's own NIC may ever drain a node."""
 
+NIC_CAUSES: Final = frozenset({"nic_fault", "nic_degraded", "transceiver_errors", "pfc_storm"})
+"""Causes of the network that lie in a node's own card: pause frames that it sends are its own trouble, those that it
+receives are the fabric's."""
+
 
 class Culprit(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=False):
     """The narrowest thing that the evidence supports. `confidence` in 0..1."""

@@ -19,7 +19,7 @@ from diagnosis.engine.lanes import Lanes
 from diagnosis.engine.slowness import Slowness
 from diagnosis.engine.witnesses import Finding, Witnesses
 
-NIC_CAUSES = ("nic_fault", "nic_degraded", "transceiver_errors", "pfc_storm", "lossy_path")
+NIC_SAYS = ("nic_fault", "nic_degraded", "transceiver_errors", "pfc_storm", "lossy_path")
 BUS_CAUSES = ("pcie_degraded",)
 NAMED_MAX = 16
 
@@ -97,12 +97,12 @@ def _nic_witness(lanes: Lanes, rank: int, witnesses: Witnesses) -> Guilty | None
     node, gpu, nic = nic_of(lanes, rank)
     if node is None:
         return None
-    said = [f for f in witnesses.about(node, gpu, nic) if f.cause in NIC_CAUSES and f.entity == nic]
+    said = [f for f in witnesses.about(node, gpu, nic) if f.cause in NIC_SAYS and f.entity == nic]
     said += [f for f in witnesses.about(node, gpu, nic) if f.cause in BUS_CAUSES and f.entity == gpu]
     if not said:
         return None
     order = {
-        cause: place for place, cause in enumerate((*NIC_CAUSES[:1], "transceiver_errors", *NIC_CAUSES, *BUS_CAUSES))
+        cause: place for place, cause in enumerate((*NIC_SAYS[:1], "transceiver_errors", *NIC_SAYS, *BUS_CAUSES))
     }
     said.sort(key=lambda finding: order.get(finding.cause, 99))
     return Guilty(rank, node, said[0].cause, tuple(said))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from diagnosis.contracts.incident import Floats
-from diagnosis.contracts.verdict import DOMAIN_OF_CAUSE, Action, Culprit, EvidenceItem, Verdict
+from diagnosis.contracts.verdict import DOMAIN_OF_CAUSE, NIC_CAUSES, Action, Culprit, EvidenceItem, Verdict
 from diagnosis.engine import words
 from diagnosis.engine.blame import Blame
 from diagnosis.engine.lanes import Lanes, Longs, by_kind
@@ -203,15 +203,13 @@ def _of_guilty(case: Case, guilty: Guilty, blame: Blame) -> Culprit:
 
 # -- action ----------------------------------------------------------------------------------------------------------
 
-NIC_CONVICTED = ("nic_fault", "nic_degraded", "transceiver_errors")
-
 
 def _action(case: Case, culprits: list[Culprit], blame: Blame) -> Action:
     drain = sorted(
         {
             c.node
             for c in culprits
-            if c.node is not None and (c.domain == "hardware" or (c.kind == "nic" and c.cause in NIC_CONVICTED))
+            if c.node is not None and (c.domain == "hardware" or (c.kind == "nic" and c.cause in NIC_CAUSES))
         }
     )
     network = [c for c in culprits if c.domain == "network"]

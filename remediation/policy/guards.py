@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-from diagnosis.contracts.verdict import Culprit, EvidenceItem, Verdict
+from diagnosis.contracts.verdict import NIC_CAUSES, Culprit, EvidenceItem, Verdict
 from remediation.policy.case import ActRecord, Case
 from remediation.policy.reason import is_ours
 from remediation.policy.rules import Policy
@@ -19,8 +19,6 @@ HOUR_S: Final = 3600.0
 DAY_S: Final = 86_400.0
 COUNTED: Final = frozenset({"drain", "set_down", "requeue"})
 """Acts that take something away from somebody; the others undo or complete them."""
-OWN_NIC: Final = frozenset({"nic_fault", "nic_degraded", "transceiver_errors"})
-"""Causes of the network that lie in the node's own card."""
 IN_OTHER_HANDS: Final = frozenset(
     {
         "INVALID_REG",
@@ -130,7 +128,7 @@ def not_convicted(verdict: Verdict, nodes: Sequence[str]) -> str | None:
 
 def _of_the_node(culprit: Culprit) -> bool:
     return culprit.domain == "hardware" or (
-        culprit.domain == "network" and culprit.kind == "nic" and culprit.cause in OWN_NIC
+        culprit.domain == "network" and culprit.kind == "nic" and culprit.cause in NIC_CAUSES
     )
 
 

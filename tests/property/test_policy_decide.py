@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace as replace_struct
 
-from diagnosis.contracts.verdict import DOMAIN_OF_CAUSE, Action, Culprit, EvidenceItem, Verdict
-from remediation.policy import guards
+from diagnosis.contracts.verdict import DOMAIN_OF_CAUSE, NIC_CAUSES, Action, Culprit, EvidenceItem, Verdict
 from remediation.policy.case import ActRecord, Case
 from remediation.policy.decide import decide
 from remediation.policy.facts import Finding
@@ -220,7 +219,7 @@ def _drain_is_sound(case: Case, verdict: Verdict, world: World, finding: Finding
         assert node not in policy.protected_nodes
         assert is_ours(view.reason) or not (view.reason or view.held)
         assert any(
-            culprit.node == node and (culprit.domain == "hardware" or culprit.cause in guards.OWN_NIC)
+            culprit.node == node and (culprit.domain == "hardware" or culprit.cause in NIC_CAUSES)
             for culprit in verdict.culprits
         )
     others = {node for other in finding.open_cases if other.incident != case.incident for node in other.avoid}
