@@ -183,14 +183,22 @@ def test_threads_at_once_lose_nothing(checked: Double, tmp_path: Path, interface
 
 
 def test_communicators_come_and_go_while_others_work(checked: Double, tmp_path: Path) -> None:
+    collectives, names = 400, ("a", "b", "c")
     with running(checked, tmp_path) as driver:
-        for turn in range(40):
-            driver.ask(f"comm t{turn} {2000 + turn} 4 1")
-            driver.ask(f"pipelines 5 2 2 t{turn}")
-            if turn % 2:
-                driver.ask(f"finalize t{turn}")
-        assert driver.frame().header["works_lost"] == 0
-        assert {figures(slot)[2] for slot in driver.frame().slots} == {5}
+        for number, name in enumerate(names):
+            driver.ask(f"comm {name} {COMM_ID + number} 16 3")
+        driver.ask(f"churn {collectives} 2 2 {' '.join(names)}")
+        for name in names:  # comes back to a slot if it lost it
+            driver.ask(f"allreduce {name} 1 2 2")
+        frame = driver.frame()
+        assert frame.header["slots_reused"] > 0
+        assert len(frame.slots) == len(names)
+        for number in range(len(names)):
+            slot = driver.slot(COMM_ID + number)
+            total = (collectives + 1) * 4
+            assert figures(slot) == [collectives + 1] * 3
+            assert (int(slot["send_steps"]), int(slot["recv_steps"])) == (total, total)
+            assert driver.channels(COMM_ID + number)["recv_steps"].sum() == total
         driver.finish()
 
 

@@ -84,10 +84,11 @@ static bool has_slot(const communicator* candidate) {
   return LOAD(candidate->generation) && LOAD(candidate->slot) != &candidate->parked;
 }
 
-// Its newest round is over, or it cannot be known whether it is.
+// Its newest round is over, or it cannot be known whether it is; and none of its transfers counts steps.
 static bool is_idle(const communicator* candidate) {
   const tocsin_slot* slot = LOAD(candidate->slot);
-  return (LOAD(slot->unknown) & TOCSIN_UNTOLD_DONE) || LOAD(slot->done) >= LOAD(slot->enqueued);
+  const bool over = (LOAD(slot->unknown) & TOCSIN_UNTOLD_DONE) || LOAD(slot->done) >= LOAD(slot->enqueued);
+  return over && LOAD(candidate->transfers) <= 0;
 }
 
 // Takes away the slot of the communicator that has been idle the longest, null where all are busy.

@@ -90,6 +90,7 @@ typedef struct communicator {
   uint32_t graphs;      // a collective was captured in a graph
   uint32_t call_events;  // that NCCL delivers for what the program called for last
   uint32_t told_events;  // our wish, as NCCL was last told
+  int32_t transfers;     // of the network proxy, under way
   uint64_t id;
   int* mask;
   tocsin_slot* slot;  // never null while it lives

@@ -191,9 +191,7 @@ static int record_state(void* pointer_, int state, nccl_state_args* args) {
 }
 
 static inline void step_ended(way* on) {
-  uint32_t* steps = LOAD(on->steps);
-  const uint32_t ended = LOAD(*steps) + 1;
-  STORE(*steps, ended);
+  const uint32_t ended = ADD(*LOAD(on->steps), 1) + 1;
   if (ended == LOAD(on->posted)) {
     STORE(*LOAD(on->state), TOCSIN_STEPSTATE_NONE);
   }

@@ -241,13 +241,18 @@ void transfer_begun(communicator* owner, uint64_t handle) {
   }
   if (of) {
     ADD(of->transfers, 1);
+    ADD(owner->transfers, 1);
   }
 }
 
 void transfer_ended(communicator* owner, uint64_t handle) {
   launch* of = launch_of(owner, handle);
   // Proxies of shared memory end without ever having told a beginning.
-  if (of && LOAD(of->transfers) > 0 && ADD(of->transfers, -1) == 1 && !LOAD(of->has_kernels)) {
+  if (!of || LOAD(of->transfers) <= 0) {
+    return;
+  }
+  ADD(owner->transfers, -1);
+  if (ADD(of->transfers, -1) == 1 && !LOAD(of->has_kernels)) {
     launch_over(owner, of);
   }
 }

@@ -180,7 +180,7 @@ static void* profiler_thread(void* argument) {
   return NULL;
 }
 
-void pipelines(comm* const* comms, int count, int collectives, int channels, int steps) {
+void pipelines(comm* const* comms, int count, int collectives, int channels, int steps, void (*meanwhile)(void)) {
   pipeline* lines = calloc((size_t)count, sizeof *lines);
   pthread_t* threads = calloc((size_t)count * 3, sizeof *threads);
   void* (*const parts[3])(void*) = {program_thread, proxy_thread, profiler_thread};
@@ -190,6 +190,7 @@ void pipelines(comm* const* comms, int count, int collectives, int channels, int
       pthread_create(&threads[i * 3 + part], NULL, parts[part], &lines[i]);
     }
   }
+  meanwhile();
   for (int i = 0; i < count * 3; ++i) {
     pthread_join(threads[i], NULL);
   }

@@ -80,15 +80,18 @@ static void load(const char* path, int interface) {
   g_plugin.finalize = same->finalize;
 }
 
+static int init_comm(comm* made) {
+  return g_plugin.interface == 4
+             ? g_plugin.v4->init(&made->context, &g_mask, "c", made->id, 2, made->ranks, made->rank, fake_nccl_log)
+             : g_plugin.v5->init(&made->context, made->id, &g_mask, "c", 2, made->ranks, made->rank, fake_nccl_log);
+}
+
 /* comm NAME ID RANKS RANK */
 static void make_comm(char** words) {
   comm* made = &g_comms[g_comm_count++];
   *made = (comm){.id = strtoull(words[2], NULL, 0), .ranks = atoi(words[3]), .rank = atoi(words[4])};
   snprintf(made->name, sizeof made->name, "%s", words[1]);
-  const int failed =
-      g_plugin.interface == 4
-          ? g_plugin.v4->init(&made->context, &g_mask, "c", made->id, 2, made->ranks, made->rank, fake_nccl_log)
-          : g_plugin.v5->init(&made->context, made->id, &g_mask, "c", 2, made->ranks, made->rank, fake_nccl_log);
+  const int failed = init_comm(made);
   printf("ok %d %d %d\n", failed, made->context != NULL, g_mask);
 }
 
@@ -158,13 +161,34 @@ static void allreduce(char** words) {
   puts("ok");
 }
 
-/* pipelines COLLECTIVES CHANNELS STEPS COMM ... */
+static void nothing(void) {}
+
+/* More communicators than a frame has slots come, work and go, in turn and over one another. */
+static void come_and_go(void) {
+  enum { TURNS = 60, ALIVE = 20 };
+  comm alive[ALIVE] = {0};
+  for (int turn = 0; turn < TURNS + ALIVE; ++turn) {
+    comm* one = &alive[turn % ALIVE];
+    if (one->context) {
+      g_plugin.finalize(one->context);
+    }
+    *one = (comm){.id = 100000 + (uint64_t)turn, .ranks = 4, .rank = 1};
+    if (turn < TURNS && init_comm(one) == 0) {
+      const work of = launch(one, 2, 2);
+      transfer(one, &of);
+      run_kernels(one, &of);
+    }
+  }
+}
+
+/* pipelines COLLECTIVES CHANNELS STEPS COMM ..., or churn likewise: while communicators come and go */
 static void run_pipelines(char** words, int count) {
   comm* comms[WORDS_MAX];
   for (int i = 4; i < count; ++i) {
     comms[i - 4] = find_comm(words[i]);
   }
-  pipelines(comms, count - 4, atoi(words[1]), atoi(words[2]), atoi(words[3]));
+  const int churn = strcmp(words[0], "churn") == 0;
+  pipelines(comms, count - 4, atoi(words[1]), atoi(words[2]), atoi(words[3]), churn ? come_and_go : nothing);
   puts("ok");
 }
 
@@ -202,7 +226,7 @@ static void obey(char** words, int count) {
     printf("ok %d\n", g_mask);
   } else if (strcmp(words[0], "allreduce") == 0) {
     allreduce(words);
-  } else if (strcmp(words[0], "pipelines") == 0) {
+  } else if (strcmp(words[0], "pipelines") == 0 || strcmp(words[0], "churn") == 0) {
     run_pipelines(words, count);
   } else if (strcmp(words[0], "fork") == 0) {
     fork_child(words);

@@ -42,5 +42,5 @@ work launch(comm* on, int channels, int steps);
 void transfer(comm* on, const work* of);
 void run_kernels(comm* on, const work* of);
 
-/* `collectives` on each of `count` communicators at once, three threads each. */
-void pipelines(comm* const* comms, int count, int collectives, int channels, int steps);
+/* `collectives` on each of `count` communicators at once, three threads each, and `meanwhile` on this one. */
+void pipelines(comm* const* comms, int count, int collectives, int channels, int steps, void (*meanwhile)(void));
