@@ -202,6 +202,12 @@ def test_communicators_come_and_go_while_others_work(checked: Double, tmp_path: 
         driver.finish()
 
 
+def test_nothing_of_it_calls_the_kernel_once_its_communicator_has_worked(driver: Driver) -> None:
+    driver.ask("allreduce a 1 2 2")
+    assert driver.ask("strict a 200 8 14") == "1"
+    assert figures(driver.slot()) == [201] * 3
+
+
 # -- what a reader sees ------------------------------------------------------------------------------------------------
 
 

@@ -16,6 +16,7 @@ enum { COMMS_MAX = 256, NAMES_MAX = 512, WORDS_MAX = 16 };
 
 plugin g_plugin;
 int g_mask;
+int g_pid;
 void fake_nccl_log(int level, unsigned long subsystems, const char* file, int line, const char* format, ...);
 
 static comm g_comms[COMMS_MAX];
@@ -100,7 +101,7 @@ static void begin_event(char** words, int count) {
   comm* on = find_comm(words[2]);
   const int type = atoi(words[3]);
   nccl_event event = event_of(type, recall(words[4]), on->rank);
-  event.proxy_op.pid = type == NCCL_PROXY_OP ? getpid() : event.proxy_op.pid;
+  event.proxy_op.pid = type == NCCL_PROXY_OP ? g_pid : event.proxy_op.pid;
   for (int i = 5; i < count; ++i) {
     char* value = strchr(words[i], '=');
     *value++ = '\0';
@@ -196,6 +197,7 @@ static void run_pipelines(char** words, int count) {
 static void fork_child(char** words) {
   const pid_t child = fork();
   if (child == 0) {
+    g_pid = getpid();
     const work of = launch(find_comm(words[1]), 2, 2);
     transfer(find_comm(words[1]), &of);
     char* own[] = {"comm", "own", "0x77", "4", "2", NULL};
@@ -228,6 +230,8 @@ static void obey(char** words, int count) {
     allreduce(words);
   } else if (strcmp(words[0], "pipelines") == 0 || strcmp(words[0], "churn") == 0) {
     run_pipelines(words, count);
+  } else if (strcmp(words[0], "strict") == 0) { /* strict COMM COLLECTIVES CHANNELS STEPS */
+    printf("ok %d\n", run_strictly(find_comm(words[1]), atoi(words[2]), atoi(words[3]), atoi(words[4])));
   } else if (strcmp(words[0], "fork") == 0) {
     fork_child(words);
   } else {
@@ -240,6 +244,7 @@ int main(int count, char** arguments) {
     return 2;
   }
   setvbuf(stdout, NULL, _IOLBF, 0);
+  g_pid = getpid();
   load(arguments[1], atoi(arguments[2]));
   char line[1024];
   while (fgets(line, sizeof line, stdin)) {

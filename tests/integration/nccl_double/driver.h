@@ -31,6 +31,7 @@ typedef struct work {
 
 extern plugin g_plugin;
 extern int g_mask;
+extern int g_pid;
 
 /* A descriptor as NCCL makes it; with the oldest interface only the lowest byte of the type is set. */
 nccl_event event_of(int type, void* parent, int rank);
@@ -44,3 +45,6 @@ void run_kernels(comm* on, const work* of);
 
 /* `collectives` on each of `count` communicators at once, three threads each, and `meanwhile` on this one. */
 void pipelines(comm* const* comms, int count, int collectives, int channels, int steps, void (*meanwhile)(void));
+
+/* Collectives without a single call of the kernel; 0 where there was one (and the thread that made it is dead). */
+int run_strictly(comm* on, int collectives, int channels, int steps);
