@@ -13,7 +13,7 @@ from tests.judged import Judged, judge_drill
 SEED = 1_500_000
 MORE = ("gpu_clock_throttle", "gpu_xid", "process_stuck")
 LIMITS = Limits(world_max=64, effect=0.25, noise=0.03, fidelity="full")
-LOCATED_MIN, CAUSE_MIN = 45, 47
+LOCATED_MIN, CAUSE_MIN = 49, 49
 
 
 @pytest.fixture(scope="module")
