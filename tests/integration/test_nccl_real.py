@@ -23,6 +23,9 @@ from tests.eventually import eventually
 from tests.integration.gloo_double import DEADLINE_S
 from tests.integration.nccl_double import ALL, INCLUDES, INTERFACES, plugin_library
 from tests.integration.nccl_real import Host, Layout, ask_gdb, host, layout, library
+from tests.integration.test_nccl_chain import build_other
+from tests.integration.test_nccl_chain import counts as chain_counts
+from tests.integration.test_nccl_chain import environment as chain_environment
 
 COMM_ID, RANKS, RANK = 0xFEEDBEEF, 16, 3
 STEP_BYTES, KERNEL_US = 1 << 19, 250
@@ -225,6 +228,21 @@ def test_every_name_that_nccl_has_is_known(newest: Layout, tmp_path: Path) -> No
     for kind, names in told.items():
         listed = {name.lower() for name in re.findall(r'\{"(\w+)", TOCSIN_', known)}
         assert {name for name in names if name.lower() not in listed} == without[kind], kind
+
+
+def test_a_real_nccl_drives_another_plugin_behind_ours(newest: Layout, tmp_path: Path) -> None:
+    asked = Event.COLL | Event.PROXY_STEP
+    env = chain_environment(build_other(tmp_path), tmp_path / "out", asked)
+    with host(newest, tmp_path, plugin_library(), free_port(), **env) as process:
+        answer = process.ask("comm", COMM_ID, RANKS, RANK)
+        assert isinstance(answer, list)
+        assert answer[:2] == [0, True]
+        assert answer[2] & asked == asked
+        process.ask("collective", 4, 14)
+        (slot,) = frame_of(tmp_path, process).slots
+        assert [int(slot[name]) for name in ("done", "send_steps")] == [1, 56]
+        assert process.ask("finalize") == 0
+    assert chain_counts(tmp_path / "out")[Event.PROXY_STEP] == (112, 112, 336)
 
 
 # -- RAS ---------------------------------------------------------------------------------------------------------------

@@ -93,6 +93,7 @@ typedef struct communicator {
   int32_t transfers;     // of the network proxy, under way
   uint64_t id;
   int* mask;
+  const int* others_mask;  // what a plugin behind this one asks for, null: there is none
   tocsin_slot* slot;  // never null while it lives
   uint64_t enqueued;
   uint32_t launches;

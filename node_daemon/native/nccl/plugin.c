@@ -3,6 +3,7 @@
 // What NCCL calls here runs on the job's own threads: the program's (calls, launches), the network proxy's (transfers)
 // and from 2.31 on a profiler thread (kernels), several at once. Nothing here locks, allocates or calls the kernel, and
 // whatever is wrong, NCCL is told success: a communicator that cannot be followed has no context, and is asked nothing.
+#include "chain.h"
 #include "communicators.h"
 #include "frame_file.h"
 #include "names.h"
@@ -273,10 +274,7 @@ static int finalize(void* context) {
   return 0;
 }
 
-#define EXPORTED __attribute__((visibility("default"))) extern const
-EXPORTED nccl_profiler_v4 ncclProfiler_v4;
-EXPORTED nccl_profiler_v5 ncclProfiler_v5, ncclProfiler_v6, ncclProfiler_v7;
-const nccl_profiler_v4 ncclProfiler_v4 = {"tocsin", init_v4, start_event_v4, stop_event, record_state, finalize};
-const nccl_profiler_v5 ncclProfiler_v5 = {"tocsin", init_v5, start_event, stop_event, record_state, finalize};
-const nccl_profiler_v5 ncclProfiler_v6 = {"tocsin", init_v6, start_event, stop_event, record_state, finalize};
-const nccl_profiler_v5 ncclProfiler_v7 = {"tocsin", init_v7, start_event, stop_event, record_state, finalize};
+nccl_profiler_v4 ncclProfiler_v4 = {"tocsin", init_v4, start_event_v4, stop_event, record_state, finalize};
+nccl_profiler_v5 ncclProfiler_v5 = {"tocsin", init_v5, start_event, stop_event, record_state, finalize};
+nccl_profiler_v5 ncclProfiler_v6 = {"tocsin", init_v6, start_event, stop_event, record_state, finalize};
+nccl_profiler_v5 ncclProfiler_v7 = {"tocsin", init_v7, start_event, stop_event, record_state, finalize};

@@ -49,7 +49,8 @@ void call_entered(communicator* owner) { STORE(owner->call_events, (uint32_t)LOA
 // What is set now holds from the program's next call on. Where RAS or another hand has set the mask meanwhile, it stays
 // as it is until our own wish changes.
 static void mind_events(communicator* owner, uint64_t now_ns) {
-  const uint32_t wanted = events_wanted(now_ns);
+  const int* others = LOAD(owner->others_mask);
+  const uint32_t wanted = events_wanted(now_ns) | (others ? (uint32_t)LOAD(*others) : 0);
   if (wanted != LOAD(owner->told_events)) {
     STORE(owner->told_events, wanted);
     STORE(*owner->mask, (int)wanted);
