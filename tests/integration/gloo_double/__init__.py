@@ -26,7 +26,8 @@ def probe_library() -> Path:
     library = library_path("libtocsin_gloo.so")
     assert library is not None, "the probe is not built: cmake -S . -B build/dev && cmake --build build/dev"
     if library.is_relative_to(SOURCES.parents[2]):
-        newest = max(source.stat().st_mtime for source in SOURCES.iterdir())
+        shared = (SOURCES.parent / "frame").glob("*.[ch]")
+        newest = max(source.stat().st_mtime for source in (*SOURCES.iterdir(), *shared))
         assert library.stat().st_mtime >= newest, "the probe is older than its sources: cmake --build build/dev"
     return library
 
