@@ -12,7 +12,7 @@ and only what both answers say is left (`standing`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -25,6 +25,7 @@ from diagnosis.contracts.gathered import (
     RasComm,
     RasDifference,
     RasFacts,
+    RasProcess,
     RasRank,
 )
 from diagnosis.evidence.ras.as_json import read_json
@@ -154,6 +155,31 @@ def shrunk(facts: RasFacts, listed_max: int, comms_max: int) -> RasFacts:
     return msgspec.structs.replace(
         facts, comms=[short(comm) for comm in facts.comms[:comms_max]], processes=facts.processes[:listed_max]
     )
+
+
+def map_ranks(
+    facts: RasFacts, place: Callable[[str, RasRank], RasRank], who: Callable[[RasProcess], int | None]
+) -> RasFacts:
+    """The facts with each rank that they name as `place(communicator, rank)`, and each process as `who` knows it."""
+    comms = [
+        msgspec.structs.replace(
+            comm,
+            missing=[place(comm.hash, rank) for rank in comm.missing],
+            differs=[
+                RasDifference(
+                    what=one.what,
+                    values=[
+                        msgspec.structs.replace(value, listed=[place(comm.hash, rank) for rank in value.listed])
+                        for value in one.values
+                    ],
+                )
+                for one in comm.differs
+            ],
+        )
+        for comm in facts.comms
+    ]
+    processes = [msgspec.structs.replace(one, world_rank=who(one)) for one in facts.processes]
+    return msgspec.structs.replace(facts, comms=comms, processes=processes)
 
 
 def _few(listed: list[RasRank], most: int) -> list[RasRank]:
