@@ -1,0 +1,90 @@
+"""Flight recorders of a real torch job over gloo: while it hangs, while Python's lock is held, and of a stopped rank."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from diagnosis.contracts.gathered import FlightFacts
+from node_daemon.collectors.doors import Process
+from node_daemon.collectors.flight import FlightCollector
+from tests.nodeframes import start_ticks
+
+PROGRAM = """
+import os, re, sys, time
+import torch, torch.distributed as dist
+from torch.distributed.elastic.control_plane import worker_main
+
+rank, how = int(os.environ["RANK"]), sys.argv[1]
+with worker_main():
+    dist.init_process_group("gloo", "file://" + sys.argv[2], rank=rank, world_size=2)
+    for _ in range(5):
+        dist.all_reduce(torch.ones(8))
+    print("ready", flush=True)
+    if rank == 0:
+        dist.all_reduce(torch.ones(8))
+    elif how == "lock":
+        re.match("(a+)+$", "a" * 60 + "b")  # for years, in C, without letting go of the lock
+    else:
+        time.sleep(600)
+"""
+
+
+@contextmanager
+def job(how: str, directory: Path) -> Iterator[list[Process]]:
+    """Two ranks of which the second never enters the sixth all-reduce."""
+    children = []
+    try:
+        for rank in range(2):
+            environment = {
+                **os.environ,
+                "RANK": str(rank),
+                "OMP_NUM_THREADS": "1",
+                "TORCH_WORKER_SERVER_SOCKET": str(directory / f"worker.{rank}"),
+            }
+            command = [sys.executable, "-c", PROGRAM, how, str(directory / "store")]
+            children.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
+        for child in children:
+            assert child.stdout and child.stdout.readline() == "ready\n"
+        yield [Process(r, c.pid, start_ticks(c.pid), os.getuid(), os.getgid()) for r, c in enumerate(children)]
+    finally:
+        for child in children:
+            child.kill()
+            child.communicate()
+
+
+async def collect(members: list[Process]) -> list[FlightFacts]:
+    collector = FlightCollector()
+    try:
+        return await collector.collect(members)
+    finally:
+        collector.close()
+
+
+def stands(facts: FlightFacts) -> int | None:
+    return next((group.stands_at for group in facts.groups if group.stands_at is not None), None)
+
+
+async def test_who_waits_and_who_never_entered_is_told(tmp_path: Path) -> None:
+    with job("sleep", tmp_path) as members:
+        told = await collect(members)
+        while stands(told[0]) is None:  # it has said "ready" just before it enters
+            told = await collect(members)
+    waits, late = told
+    assert (waits.source, late.source) == ("json", "json")
+    assert (stands(waits), stands(late)) == (6, None)
+    assert [group.ended for group in late.groups if group.ended is not None] == [5]
+
+
+async def test_a_rank_that_holds_python_s_lock_is_heard_and_a_stopped_one_costs_its_deadline(tmp_path: Path) -> None:
+    with job("lock", tmp_path) as members:
+        os.kill(members[0].pid, signal.SIGSTOP)
+        stopped, locked = await collect(members)
+    assert (locked.source, stands(locked)) == ("json", None)
+    assert (stopped.source, stopped.groups) == ("", [])
+    assert any("no answer within" in note for note in stopped.notes)
