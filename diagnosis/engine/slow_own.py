@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from diagnosis.contracts.incident import Floats
 from diagnosis.contracts.verdict import DOMAIN_OF_CAUSE, Culprit, EvidenceItem
 from diagnosis.engine import words
 from diagnosis.engine.blame import Blame
@@ -76,8 +77,8 @@ def _stage_nodes(case: Case, blame: Blame) -> list[tuple[int, Culprit]]:
         others = np.flatnonzero(np.isfinite(slow.own_ms) & (slow.role != stage))
         if not np.array_equal(mine, np.flatnonzero(slow.role == stage)) or not len(others):
             continue
-        own, usual = float(np.nanmedian(slow.own_ms[mine])), float(np.median(slow.own_ms[others]))
-        part = (own - usual) / float(np.nanmedian(slow.lost_ms[mine]))
+        own, usual, lost = _middle(slow.own_ms[mine]), _middle(slow.own_ms[others]), _middle(slow.lost_ms[mine])
+        part = (own - usual) / lost if lost > 0 else np.nan
         pattern = _pattern(case, int(mine[0]), set(mine.tolist()), own - usual) if part >= MINOR else None
         if pattern is not None and pattern.cause in STALLED:
             text = f"ranks of {name} spend {own:.1f} ms of their own a round ({usual:.1f} ms elsewhere)"
@@ -85,6 +86,11 @@ def _stage_nodes(case: Case, blame: Blame) -> list[tuple[int, Culprit]]:
             blame.ranks += [int(rank) for rank in mine]
             culprits.append((int(mine[0]), _node(case, name, min(part, 1.0), pattern)))
     return culprits
+
+
+def _middle(values: Floats) -> float:
+    told = values[np.isfinite(values)]
+    return float(np.median(told)) if len(told) else np.nan
 
 
 def _refuted(case: Case, rank: int, blame: Blame) -> bool:
