@@ -1,4 +1,4 @@
-"""Flight recorders of a real torch job over gloo: while it hangs, while Python's lock is held, and of a stopped rank."""
+"""Flight recorders of a real torch job over gloo: of ranks that hang, hold Python's lock, or are stopped."""
 
 from __future__ import annotations
 
