@@ -32,7 +32,7 @@ CIRCLE = 0.85  # a circle that takes rounds for not begun because no step was ma
 NEVER_HEARD = 0.85  # the one member that was never heard: 960 of 960, none of them with another unheard one
 COUNTS_BOUNDED = 0.8  # transfer steps of which some are bounds: 49 of 51
 COUNTS_OF_SEVERAL = 0.5  # the lowest told in a tree, with one beneath it of which nothing is told: 4 of 7
-VAGUE = 0.6  # not entered, but it does not tell whether it stands elsewhere; not drilled
+VAGUE = 0.6  # not entered, but it does not tell where it stands; not drilled
 LINK_UNSURE = 0.55  # one connection between two ranks, from their counts alone
 FIRM = 0.85
 """From here on a culprit is no guess: it stands beside others, and before what is silent."""
@@ -203,7 +203,10 @@ def _silent(case: _Case) -> Verdict:
     broken = [f for f in case.about(guilty[0], ("gpu_fault",)) if f.decisive]
     _cite(case, broken or case.about(guilty[0], ("process_exit",)))
     sure = GPU_NAMED if broken else FELL_SILENT if stall.fell_silent else NEVER_HEARD
-    culprit = case.culprit(guilty[0], "gpu_fault" if broken else "process_exit", sure)
+    cause = "gpu_fault" if broken else "process_exit"
+    if not broken and not killed and stall.mute[guilty[0]]:
+        cause, sure = "process_stuck", VAGUE
+    culprit = case.culprit(guilty[0], cause, sure)
     exclude = [culprit.node] if culprit.node is not None else []
     return case.verdict("H1", [culprit], Action(kind="requeue", requeue=True, exclude=exclude))
 

@@ -48,7 +48,7 @@ class Stall:
     that wait for each other; `crossed`: the calls of its ranks contradict each other; `receivers`: (receiver, sender)
     of open point-to-point transfers where nothing else explains the stall; `silent`: ranks without words that the stall
     would need; `fell_silent`: they were heard before; `vague`: all roots leave the state of some communicator out.
-    `begun` (M,): as `presence` tells.
+    `begun` (M,): as `presence` tells. `mute` (W,): ranks without words that did send a frame.
     """
 
     quiet_ms: float
@@ -57,6 +57,7 @@ class Stall:
     unheard: Bools
     now: Now
     begun: Signs
+    mute: Bools
     crossed: bool = False
     roots: list[int] = field(default_factory=list)
     waiters: dict[int, int] = field(default_factory=dict)
@@ -92,12 +93,12 @@ def find_stall(lanes: Lanes, limits: Thresholds) -> Stall | None:
     if not stalled.any():
         return None
     in_stall = stalled[lanes.comm]
-    unheard = _unheard(lanes, now, long)
+    unheard, mute = _unheard(lanes, now, long), _mute(lanes, now)
     now = replace(now, heard=now.heard & ~unheard[lanes.rank])
     waiting = lanes.ranks_in(now.pending & in_stall)
     ages = now.age_ms[now.heard & ~np.isnan(now.age_ms) & in_stall]
     quiet_ms = float(ages.min()) if len(ages) else np.nan
-    stall = Stall(quiet_ms, stalled, waiting, unheard, now, begun(lanes, now, stalled))
+    stall = Stall(quiet_ms, stalled, waiting, unheard, now, begun(lanes, now, stalled), mute)
     _find_divergence(lanes, stall)
     if not stall.divergent:
         _find_roots(lanes, stall)
@@ -262,11 +263,22 @@ def _unheard(lanes: Lanes, now: Now, long: Bools) -> Bools:
     while somebody has long waited for them to enter one."""
     told = now.heard & (now.state != State.UNKNOWN)
     spoke = lanes.ranks_in(told)
-    moving = lanes.over_lanes_of_rank(np.where(now.heard, np.nan_to_num(now.rounds), 0.0), np.maximum, 0.0) > 0
+    moving = _moving(lanes, now)
     wanted = lanes.over_members(np.where(long, now.done + 1, -1.0), np.maximum)
     missed = now.heard & (now.seq < wanted[lanes.comm])
     missing = lanes.ranks_in(missed)
     return ~spoke | (moving & missing) | _older_than_its_node(lanes)
+
+
+def _moving(lanes: Lanes, now: Now) -> Bools:
+    """Ranks that end rounds in their newest frame (W,)."""
+    return lanes.ranks_in(now.heard & (np.nan_to_num(now.rounds) > 0))
+
+
+def _mute(lanes: Lanes, now: Now) -> Bools:
+    """Ranks that sent a frame about now in which no state is told (W,): alive, but unheard."""
+    heard, told = lanes.ranks_in(now.heard), lanes.ranks_in(now.heard & (now.state != State.UNKNOWN))
+    return heard & ~told & ~_moving(lanes, now) & ~_older_than_its_node(lanes)
 
 
 def _spoke_once(lanes: Lanes) -> Bools:

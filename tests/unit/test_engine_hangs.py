@@ -190,3 +190,12 @@ def test_a_tie_of_two_operations_is_broken_by_what_the_program_ran_before() -> N
     both = {rank: {"tp": {"count": 1024 + 7 * rank}} for rank in (0, 1)}
     undecided = judged({"tp": comm((0, 1))}, said, healthy=both)
     assert (undecided.class_, undecided.culprits, undecided.action.kind) == ("H2", [], "collect")
+
+
+def test_a_rank_that_sends_a_frame_without_a_state_has_not_exited() -> None:
+    said = ring(absent(SIZE, 3), (3,))
+    gone = judged({"dp": comm(range(SIZE))}, said, fell_silent=(3,))
+    mute = judged({"dp": comm(range(SIZE))}, said | {3: {"dp": {"seq": None, "state": None, "op": None}}})
+    assert guilty(gone) == [("rank", 3, "process_exit")]
+    assert guilty(mute) == [("rank", 3, "process_stuck")]
+    assert mute.culprits[0].confidence < gone.culprits[0].confidence
