@@ -14,7 +14,7 @@ import time
 from typing import Final
 
 from diagnosis.contracts.columns import rows_of
-from diagnosis.contracts.control import CollectEvent, HelloEvent
+from diagnosis.contracts.control import CollectEvent, GatherEvent, HelloEvent
 from diagnosis.contracts.errors import OperatorFault
 from diagnosis.contracts.report import ROUND_DTYPE, ROUND_ROWS_MAX, JobSample, Report, encode
 from node_daemon.client import Client
@@ -24,6 +24,7 @@ from node_daemon.collectors.nvml import NvmlMonitor, NvmlSource
 from node_daemon.collectors.process import STATE_UNKNOWN, Processes
 from node_daemon.events import ControlEvent, listen
 from node_daemon.evidence import EvidenceCollector, Suspect
+from node_daemon.gatherer import Gatherer
 from node_daemon.identity import boot_id, next_epoch, read_key
 from node_daemon.log import EventLog
 from node_daemon.notify import notify
@@ -67,6 +68,7 @@ class Agent:
         if settings.nvml_enabled:
             self._nvml = NvmlMonitor(NvmlSource(), period_s=settings.nvml_period_s, deadline_s=settings.nvml_deadline_s)
         self._evidence: EvidenceCollector | None = None
+        self._gatherer: Gatherer | None = None
         self._sooner = asyncio.Event()
 
     async def run(self) -> None:
@@ -94,6 +96,10 @@ class Agent:
                     per_minute_max=settings.evidence_per_minute_max,
                 )
                 tasks.create_task(self._evidence.run())
+                self._gatherer = Gatherer(
+                    floor_s=settings.evidence_suspect_after_s, per_minute_max=settings.evidence_per_minute_max
+                )
+                tasks.create_task(self._gatherer.run())
             tasks.create_task(self._tick_for_ever(uplink))
 
     async def _tick_for_ever(self, uplink: Uplink) -> None:
@@ -129,6 +135,8 @@ class Agent:
             _log.sparsely("frames", "frames not read", error=str(error))
             return False
         self._jobs = sweep.jobs
+        if self._gatherer is not None:
+            await self._gatherer.look(sweep.jobs)
         report = self._report(sweep, uplink.dropped)
         body = encode(report)
         uplink.offer(
@@ -161,6 +169,7 @@ class Agent:
             hardware=self._nvml.facts() if self._nvml is not None else None,
             refused=sweep.refused,
             spool_dropped=spool_dropped,
+            gathered=self._gatherer.take() if self._gatherer is not None else [],
         )
 
     def _handle(self, event: ControlEvent) -> None:
@@ -169,6 +178,8 @@ class Agent:
             self._sooner.set()
         elif isinstance(event, CollectEvent) and self._evidence is not None:
             self._evidence.ask(event)
+        elif isinstance(event, GatherEvent) and self._gatherer is not None:
+            self._gatherer.ask(event)
 
     def _suspects(self, job_id: int, restart: int) -> list[Suspect]:
         """Processes of a job attempt as last seen; those that the kernel does not confirm are left out."""

@@ -71,6 +71,13 @@ _TABLES: Final[dict[str, dict[str, Key]]] = {
         "enabled": Key(bool, True, "answer the controller's requests for process states and stacks"),
         "py_spy": Key(str, "", "path of py-spy; empty: beside the daemon's Python, then on PATH"),
         "per_minute_max": Key(int, 6, "collections per minute, whatever the controller asks for", 1, 60),
+        "suspect_after_s": Key(
+            float,
+            60.0,
+            "how long all ranks here must stand still before evidence is gathered unasked; 0: only when asked",
+            0,
+            86_400,
+        ),
     },
 }
 SETTINGS: Final[dict[str, Key]] = {
@@ -100,6 +107,7 @@ class Settings:
     evidence_enabled: bool
     evidence_py_spy: str
     evidence_per_minute_max: int
+    evidence_suspect_after_s: float
 
 
 def load(path: Path) -> Settings:

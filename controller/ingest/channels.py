@@ -8,13 +8,17 @@ from typing import Final
 
 import msgspec
 
-from diagnosis.contracts.control import CollectEvent, HelloEvent
+from diagnosis.contracts.control import CollectEvent, GatherEvent, HelloEvent
 
 QUEUE_EVENTS_MAX: Final = 64
 HEARTBEAT_S: Final = 15.0
 _HEARTBEAT: Final = b":\n\n"
-_KINDS: Final[dict[type[msgspec.Struct], str]] = {HelloEvent: "hello", CollectEvent: "collect"}
-ControlEvent = HelloEvent | CollectEvent
+_KINDS: Final[dict[type[msgspec.Struct], str]] = {
+    HelloEvent: "hello",
+    CollectEvent: "collect",
+    GatherEvent: "gather",
+}
+ControlEvent = HelloEvent | CollectEvent | GatherEvent
 
 
 class Channel:

@@ -26,6 +26,16 @@ class CollectEvent(msgspec.Struct, frozen=True, kw_only=True):
     deadline_ms: int = 5000
 
 
+class GatherEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """Gather what tells of a hang beside the frames; the answer travels in the next reports (`contracts.gathered`).
+    `ras`: ask NCCL's RAS too, which knows the whole job, so that one node of it is enough."""
+
+    incident: str
+    job_id: int
+    restart: int
+    ras: bool = False
+
+
 class HelloEvent(msgspec.Struct, frozen=True, kw_only=True):
     """First event of each stream: how often to report."""
 

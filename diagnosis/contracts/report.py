@@ -137,6 +137,7 @@ class Report(msgspec.Struct, array_like=True, frozen=True):
     hardware: HardwareFacts | None = None
     refused: dict[str, int] = {}  # frames refused since the daemon started, by reason
     spool_dropped: int = 0  # reports lost since the daemon started because the spool was full
+    gathered: list[bytes] = []  # on suspicion of a hang: parts of `contracts.gathered`, each with a version of its own
 
 
 class Refusal(msgspec.Struct, frozen=True):
