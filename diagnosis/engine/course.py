@@ -3,6 +3,7 @@
 The rate of rounds is told at every fidelity. Its course over the samples, as a part of the first one, tells where the
 job left its usual pace:
 
+* samples at the very beginning that are slower than the two after them are the job's warm-up and are left out;
 * the *baseline* is the leading run of samples that are alike, the *incident* all from the first that is not, or that is
   more like the incident's first than like those before it. The first sample of an incident is only half of it and is
   left out where two more follow;
@@ -52,9 +53,10 @@ def course_of(lanes: Lanes) -> Course:
         return Course(np.zeros(len(length), np.bool_), lanes.nth_last == 0, np.nan, np.nan)
     whole = length == samples
     pace = _pace(rate[whole].reshape(-1, samples))
-    lead, trail = _split(pace, grain)
-    base, now = lanes.nth < lead, lanes.nth_last < trail
-    varied = _varied(lanes, whole, samples, lead, trail)
+    first = _warm(pace, max(ALIKE, grain))
+    lead, trail = _split(pace[first:], grain)
+    base, now = (lanes.nth >= first) & (lanes.nth < first + lead), lanes.nth_last < trail
+    varied = _varied(lanes, whole, samples, first, lead, trail)
     return Course(base, now, varied, varied * float(np.sqrt(1 / lead + 1 / trail)))
 
 
@@ -66,6 +68,14 @@ def _pace(rate: Floats) -> Floats:
     told = ~np.isnan(relative).all(axis=0)
     result[told] = np.nanmedian(relative[:, told], axis=0)
     return result
+
+
+def _warm(pace: Floats, alike: float) -> int:
+    """The first sample after the warm-up: two that follow are faster than one that is still compiling."""
+    first = 0
+    while first < len(pace) - 2 and pace[first + 1 : first + 3].min() > (1 + alike) * pace[first]:
+        first += 1
+    return first
 
 
 def _split(pace: Floats, grain: float) -> tuple[int, int]:
@@ -112,7 +122,7 @@ def _rates(lanes: Lanes) -> tuple[Floats, float]:
         return np.asarray(busy / np.where(tiled & (spent > 0), spent, window), np.float64), grain
 
 
-def _varied(lanes: Lanes, whole: Bools, samples: int, lead: int, trail: int) -> float:
+def _varied(lanes: Lanes, whole: Bools, samples: int, first: int, lead: int, trail: int) -> float:
     """The middle of all ranks of how their own time varies within the baseline and within the incident."""
     frames = lanes.incident.frames
     count = len(frames.rank)
@@ -123,7 +133,7 @@ def _varied(lanes: Lanes, whole: Bools, samples: int, lead: int, trail: int) -> 
     gaps = np.bincount(frames.frame[told], frames.gap_ms[told], count)
     with np.errstate(all="ignore"):
         own = np.where(busy > 0, gaps / busy, np.nan)[whole].reshape(-1, samples)
-    apart = [_apart(part) for part in (own[:, :lead], own[:, samples - trail :]) if part.shape[1] >= 2]
+    apart = [_apart(part) for part in (own[:, first : first + lead], own[:, samples - trail :]) if part.shape[1] >= 2]
     told_of = np.concatenate(apart) if apart else np.empty(0)
     told_of = told_of[np.isfinite(told_of)]
     return float(np.median(told_of)) if len(told_of) else np.nan

@@ -36,6 +36,7 @@ def named(verdict: Verdict) -> list[int | None]:
         ([1, 1, 1, 0.6, 0.5, 1], 3, 2),  # a fault that comes and goes: one good sample ends nothing
         ([1, 1, 1, 0.5, 1, 1, 1], 3, 2),  # over: the last are compared, but the one after the pause
         ([1, 1, 1, 1], 2, 2),  # nothing happened: halves
+        ([0.2, 0.7, 1, 1, 1, 0.6, 0.6, 0.6], 3, 2),  # a warm-up is no baseline
         ([1], 0, 1),
     ],
 )
