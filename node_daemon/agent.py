@@ -16,10 +16,11 @@ from typing import Final
 from diagnosis.contracts.columns import rows_of
 from diagnosis.contracts.control import CollectEvent, GatherEvent, HelloEvent
 from diagnosis.contracts.errors import OperatorFault
-from diagnosis.contracts.report import ROUND_DTYPE, ROUND_ROWS_MAX, JobSample, Report, encode
+from diagnosis.contracts.report import ROUND_DTYPE, ROUND_ROWS_MAX, JobSample, NetworkFacts, Report, encode
 from node_daemon.client import Client
 from node_daemon.collectors.frame_root import open_node_directory
 from node_daemon.collectors.frames import FrameReader, JobFrames, Sweep
+from node_daemon.collectors.network import NetworkMonitor, NetworkSource
 from node_daemon.collectors.nvml import NvmlMonitor, NvmlSource
 from node_daemon.collectors.process import STATE_UNKNOWN, Processes
 from node_daemon.events import ControlEvent, listen
@@ -67,6 +68,11 @@ class Agent:
         self._nvml: NvmlMonitor | None = None
         if settings.nvml_enabled:
             self._nvml = NvmlMonitor(NvmlSource(), period_s=settings.nvml_period_s, deadline_s=settings.nvml_deadline_s)
+        self._network: NetworkMonitor | None = None
+        if settings.network_enabled:
+            self._network = NetworkMonitor(
+                NetworkSource(), period_s=settings.network_period_s, deadline_s=settings.network_deadline_s
+            )
         self._evidence: EvidenceCollector | None = None
         self._gatherer: Gatherer | None = None
         self._sooner = asyncio.Event()
@@ -87,6 +93,8 @@ class Agent:
             tasks.create_task(listen(client, self._handle))
             if self._nvml is not None:
                 tasks.create_task(self._nvml.run())
+            if self._network is not None:
+                tasks.create_task(self._network.run())
             if settings.evidence_enabled:
                 self._evidence = EvidenceCollector(
                     settings.node,
@@ -157,6 +165,10 @@ class Agent:
             samples.append(sample)
         self._memory = memory
         self._sample += 1
+        network: NetworkFacts | None = None
+        if self._network is not None:
+            self._network.watch(sweep.jobs)
+            samples, network = self._network.told(sweep.jobs, samples)
         return Report(
             node=self._settings.node,
             boot_id=self._boot_id,
@@ -170,6 +182,7 @@ class Agent:
             refused=sweep.refused,
             spool_dropped=spool_dropped,
             gathered=self._gatherer.take() if self._gatherer is not None else [],
+            network=network,
         )
 
     def _handle(self, event: ControlEvent) -> None:

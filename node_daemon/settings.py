@@ -62,6 +62,11 @@ _TABLES: Final[dict[str, dict[str, Key]]] = {
         "period_s": Key(float, 10.0, "time between two readings of all GPUs", 0.1, 3600),
         "deadline_s": Key(float, 5.0, "a reading that takes longer is reported as a hung driver", 0.1, 300),
     },
+    "network": {
+        "enabled": Key(bool, True, "tell round trips and losses of the ranks' TCP connections, and the network ports"),
+        "period_s": Key(float, 2.0, "time between two looks at the kernel's socket table", 0.2, 3600),
+        "deadline_s": Key(float, 5.0, "a look that takes longer is given up", 0.1, 300),
+    },
     "spool": {
         "reports_max": Key(int, 10_000, "reports kept on disk while the controller is away", 1, 1_000_000),
         "bytes_max": Key(int, 64 << 20, "their total size in bytes", 4096, 1 << 40),
@@ -101,6 +106,9 @@ class Settings:
     nvml_enabled: bool
     nvml_period_s: float
     nvml_deadline_s: float
+    network_enabled: bool
+    network_period_s: float
+    network_deadline_s: float
     spool_reports_max: int
     spool_bytes_max: int
     spool_drain_per_s: float

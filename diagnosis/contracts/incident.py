@@ -152,7 +152,8 @@ class KernelLine:
 @dataclass(frozen=True, slots=True, eq=False)
 class Fabric:
     """Links (L,): names, ends `a`, `b` by name and capacity. Flows (P,): `comm`, `src`, `dst` (ranks), achieved rate,
-    round trip; the links of flow p are `path[path_start[p]:path_start[p + 1]]`."""
+    round trip; the links of flow p are `path[path_start[p]:path_start[p + 1]]`. `resent` (P,): part of its segments
+    that had to be sent again; empty where nobody tells."""
 
     links: tuple[str, ...]
     a: tuple[str, ...]
@@ -165,6 +166,7 @@ class Fabric:
     rtt_us: Floats
     path_start: NDArray[np.int64]
     path: Ints
+    resent: Floats = field(default_factory=lambda: np.empty(0, np.float64))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -25,6 +25,9 @@ COMM_ROWS_MAX: Final = RANKS_MAX * 16
 ROUND_ROWS_MAX: Final = 16_384
 """Of all jobs of one report together, like the two above: what a user's job writes costs the controller no more."""
 GPUS_MAX: Final = 64
+FLOW_ROWS_MAX: Final = 8192
+NICS_MAX: Final = 64
+ADDRESSES_MAX: Final = 4096
 REASONS_MAX: Final = 64
 TEXT_CHARS_MAX: Final = 1024
 
@@ -37,6 +40,11 @@ RANK_DTYPE: Final = np.dtype(
         ("pid", "<i4"),
         ("step_id", "<i4"),
         ("process_state", "u1"),  # letter of /proc/PID/stat as the daemon sees it (R S D T Z), X: gone, null: unknown
+        # Steps of training as inferred from the order of operations; null: not known (yet).
+        ("step_us", "<u4"),
+        ("step_jitter_us", "<u4"),  # deviation of a single step
+        ("step_rounds", "<u2"),  # rounds of a step on the communicator that tells it
+        ("step_round", "<u2"),  # which of them was entered last, from 1
     ]
 )
 COMM_DTYPE: Final = np.dtype(
@@ -74,6 +82,26 @@ ROUND_DTYPE: Final = np.dtype(
     ]
 )
 
+FLOW_DTYPE: Final = np.dtype(
+    [
+        ("rank_row", "<u2"),  # row in the job's rank table: the process that holds the socket
+        ("local", "<u2"),  # index into NetworkFacts.addresses
+        ("local_port", "<u2"),
+        ("remote", "<u2"),
+        ("remote_port", "<u2"),
+        ("rtt_us", "<u4"),  # smoothed by the kernel; of a silent connection it is old
+        ("acked_bytes", "<u8"),  # in the network window
+        ("received_bytes", "<u8"),  # in the network window
+        ("segments", "<u4"),  # data segments sent in the network window, those sent again among them
+        ("resent", "<u4"),  # sent again in the network window
+        ("unacked", "<u4"),  # segments under way
+        ("queued_bytes", "<u4"),  # written by the process and not acknowledged
+        ("backoff", "u1"),  # doublings of the retransmission timer since an acknowledgement came
+        ("ack_age_ms", "<u4"),  # since the newest acknowledgement
+    ]
+)
+"""TCP connections of a job's ranks, as the kernel's socket table has them."""
+
 
 class CommState:
     """State of the newest known round of a communicator on one rank."""
@@ -109,8 +137,39 @@ class HardwareFacts(msgspec.Struct, array_like=True, frozen=True):
     gpus: list[GpuFacts] = []
 
 
+class NicFacts(msgspec.Struct, array_like=True, frozen=True):
+    """The kernel's words about one network port. None: not told. Counters run since the driver was loaded."""
+
+    name: str
+    up: bool | None = None
+    speed_gbps: float | None = None
+    speed_max_gbps: float | None = None
+    symbol_errors: int | None = None
+    link_downed: int | None = None
+    rx_discards: int | None = None
+    rx_pause: int | None = None
+    tx_pause: int | None = None
+    out_of_sequence: int | None = None
+    retransmits: int | None = None
+    cnp_handled: int | None = None
+
+
+class NetworkFacts(msgspec.Struct, array_like=True, frozen=True):
+    """What the kernel of a node says of its network. `addresses`: texts that `JobSample.flows` point to; `nic_of`: for
+    each the local port that has it, "" where none has. `state` is "ok" or "error"; only "ok" judges."""
+
+    state: str
+    detail: str = ""
+    age_ms: int = 0
+    window_ms: int = 0
+    addresses: list[str] = []
+    nic_of: list[str] = []
+    nics: list[NicFacts] = []
+    flows_left_out: int = 0
+
+
 class JobSample(msgspec.Struct, array_like=True, frozen=True):
-    """All ranks of one job attempt on one node. Tables as columns: RANK_DTYPE, COMM_DTYPE, ROUND_DTYPE.
+    """All ranks of one job attempt on one node. Tables as columns: RANK_DTYPE, COMM_DTYPE, ROUND_DTYPE, FLOW_DTYPE.
 
     `uid` is the owner of the frame directory as the kernel says; the controller compares it with Slurm's.
     """
@@ -121,6 +180,7 @@ class JobSample(msgspec.Struct, array_like=True, frozen=True):
     ranks: Columns
     comms: Columns
     rounds: Columns
+    flows: Columns = {}
 
 
 class Report(msgspec.Struct, array_like=True, frozen=True):
@@ -138,6 +198,7 @@ class Report(msgspec.Struct, array_like=True, frozen=True):
     refused: dict[str, int] = {}  # frames refused since the daemon started, by reason
     spool_dropped: int = 0  # reports lost since the daemon started because the spool was full
     gathered: list[bytes] = []  # on suspicion of a hang: parts of `contracts.gathered`, each with a version of its own
+    network: NetworkFacts | None = None
 
 
 class Refusal(msgspec.Struct, frozen=True):
@@ -210,7 +271,13 @@ def _check_limits(report: Report) -> None:
         ("ranks", RANK_DTYPE, RANKS_MAX),
         ("comms", COMM_DTYPE, COMM_ROWS_MAX),
         ("rounds", ROUND_DTYPE, ROUND_ROWS_MAX),
+        ("flows", FLOW_DTYPE, FLOW_ROWS_MAX),
     )
+    network = report.network
+    if network and (len(network.addresses) > ADDRESSES_MAX or len(network.nics) > NICS_MAX):
+        raise AgentFault(f"more than {ADDRESSES_MAX} addresses or {NICS_MAX} ports in one report", reason="limits")
+    if network and len(network.nic_of) != len(network.addresses):
+        raise AgentFault("addresses and their ports differ in number", reason="limits")
     for name, dtype, rows_max in tables:
         if sum(rows_of(getattr(job, name), dtype) for job in report.jobs) > rows_max:
             raise AgentFault(f"more than {rows_max} rows of {name} in one report", reason="limits")
@@ -225,3 +292,6 @@ def _texts(report: Report) -> Iterator[str]:
         yield from (report.hardware.state, report.hardware.detail)
         for gpu in report.hardware.gpus:
             yield from (gpu.uuid or "", gpu.bus_id or "")
+    if report.network is not None:
+        yield from (report.network.state, report.network.detail, *report.network.addresses, *report.network.nic_of)
+        yield from (nic.name for nic in report.network.nics)

@@ -178,6 +178,7 @@ class FlowItem(msgspec.Struct):
     path: list[str] | None = None
     gbps: float | None = None
     rtt_us: float | None = None
+    resent: float | None = None
 
 
 class FabricFile(msgspec.Struct):

@@ -156,6 +156,7 @@ def _observations(source: str, table: HealthTable, entity: str, names: tuple[str
 
 def _fabric(fabric: Fabric, comm_ids: tuple[str, ...]) -> Item:
     capacity, gbps, rtt = _told(fabric.capacity_gbps), _told(fabric.gbps), _told(fabric.rtt_us)
+    resent = _told(fabric.resent) if len(fabric.resent) else [None] * len(gbps)
     return {
         "links": [
             {"id": name, "a": fabric.a[at] or None, "b": fabric.b[at] or None, "gbps": capacity[at]}
@@ -169,6 +170,7 @@ def _fabric(fabric: Fabric, comm_ids: tuple[str, ...]) -> Item:
                 "path": [fabric.links[link] for link in fabric.path[fabric.path_start[at] : fabric.path_start[at + 1]]],
                 "gbps": gbps[at],
                 "rtt_us": rtt[at],
+                **({} if resent[at] is None else {"resent": resent[at]}),
             }
             for at, comm in enumerate(fabric.comm.tolist())
         ],

@@ -1,0 +1,191 @@
+"""The network as this node's kernel sees it: the TCP connections of the job's ranks, and the state of the ports.
+
+Counters of a connection run since it was made; told is what was added since the look before (the network window). A
+connection that was not there then tells no differences. Where a job has more connections than a report holds, those
+with something under way go before the busy ones, and those before the idle ones; what is left out is counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+import msgspec
+import numpy as np
+
+from diagnosis.contracts import report as wire
+from diagnosis.contracts.columns import Table, empty, pack
+from diagnosis.contracts.report import JobSample, NetworkFacts
+from node_daemon.collectors.frames import JobFrames
+from node_daemon.collectors.nics import local_addresses, read_nics
+from node_daemon.collectors.process import STATE_GONE, STATE_UNKNOWN
+from node_daemon.collectors.sockets import SocketOwners, TcpSocket, read_sockets
+from node_daemon.log import EventLog
+from node_daemon.threads import OwnThread
+
+_log = EventLog("node_daemon.network")
+_COUNTERS: Final = ("acked_bytes", "received_bytes", "segments", "resent")
+_Key = tuple[int, tuple[str, int], tuple[str, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """A rank's connection and what was added to its counters since the look before; None: not known."""
+
+    socket: TcpSocket
+    added: tuple[int | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """One look: the connections of each process, the ports, and the port of each local address."""
+
+    flows: Mapping[int, list[Flow]]
+    nics: list[wire.NicFacts]
+    nic_of: Mapping[str, str]
+    window_ms: int
+    fault: str = ""
+
+
+@dataclass(slots=True)
+class NetworkSource:
+    """Reads everything at once. `pids`: process to owner, of the ranks that live."""
+
+    owners: SocketOwners = field(default_factory=SocketOwners)
+    sockets: Callable[[], list[TcpSocket]] = read_sockets
+    addresses: Callable[[], dict[str, str]] = local_addresses
+    clock: Callable[[], float] = time.monotonic
+    _before: dict[_Key, tuple[int | None, ...]] = field(default_factory=dict)
+    _looked_at: float | None = None
+
+    def read(self, pids: Mapping[int, int]) -> Look:
+        """One look; a source that fails is a fault of the look and no fact about the network."""
+        try:
+            sockets, nic_of = self.sockets() if pids else [], self.addresses()
+        except OSError as error:
+            return Look({}, [], {}, 0, f"{error.strerror or error}")
+        now = self.clock()
+        window_s = now - self._looked_at if self._looked_at is not None else 0.0
+        self._looked_at = now
+        holder = self.owners.find(sockets, pids)
+        flows: dict[int, list[Flow]] = {}
+        counters: dict[_Key, tuple[int | None, ...]] = {}
+        for one in sockets:
+            pid = holder.get(one.inode)
+            if pid is None:
+                continue
+            key = (one.inode, one.local, one.remote)
+            counters[key] = tuple(getattr(one, name) for name in _COUNTERS)
+            flows.setdefault(pid, []).append(Flow(one, _added(counters[key], self._before.get(key))))
+        self._before = counters
+        used = {nic_of[flow.socket.local[0]] for of in flows.values() for flow in of if flow.socket.local[0] in nic_of}
+        return Look(flows, read_nics(used - {"lo"}), nic_of, int(window_s * 1000))
+
+
+def _added(now: tuple[int | None, ...], before: tuple[int | None, ...] | None) -> tuple[int | None, ...]:
+    if before is None:
+        return (None,) * len(now)
+    pairs = zip(now, before, strict=True)
+    return tuple(None if new is None or old is None or new < old else new - old for new, old in pairs)
+
+
+class NetworkMonitor:
+    """Keeps the newest look and puts it into reports. `told` never blocks."""
+
+    def __init__(self, source: NetworkSource, *, period_s: float, deadline_s: float) -> None:
+        self._source, self._period_s, self._deadline_s = source, period_s, deadline_s
+        self._thread = OwnThread("network")
+        self._pids: dict[int, int] = {}
+        self._newest: Look | None = None
+        self._read_at = time.monotonic()
+
+    def watch(self, jobs: list[JobFrames]) -> None:
+        """From now on these jobs' ranks are looked at, as far as their processes live and are who they say."""
+        self._pids = {
+            frame.pid: job.uid for job in jobs for frame in job.frames if frame.state not in (STATE_GONE, STATE_UNKNOWN)
+        }
+
+    async def run(self) -> None:
+        """Look once a period, for ever."""
+        try:
+            while True:
+                began_at = time.monotonic()
+                await self._read(began_at)
+                await asyncio.sleep(max(0.0, began_at + self._period_s - time.monotonic()))
+        finally:
+            self._thread.close()
+
+    async def _read(self, began_at: float) -> None:
+        pids = dict(self._pids)
+        try:
+            look = await self._thread.run(lambda: self._source.read(pids), self._deadline_s)
+        except TimeoutError:
+            look = Look({}, [], {}, 0, f"the kernel gave no answer within {self._deadline_s:g} s")
+        if look.fault:
+            _log.sparsely("network", "network not read", error=look.fault)
+        self._newest, self._read_at = look, began_at
+
+    def told(self, jobs: list[JobFrames], samples: list[JobSample]) -> tuple[list[JobSample], NetworkFacts | None]:
+        """The samples with their ranks' connections, and what they refer to. None before the first look."""
+        look = self._newest
+        if look is None:
+            return samples, None
+        age_ms = int((time.monotonic() - self._read_at) * 1000)
+        if look.fault:
+            return samples, NetworkFacts("error", look.fault[: wire.TEXT_CHARS_MAX], age_ms)
+        table, told, left = _Addresses(), [], 0
+        rows_left = wire.FLOW_ROWS_MAX
+        for number, (job, sample) in enumerate(zip(jobs, samples, strict=True)):
+            rows = [
+                (row, flow)
+                for row, frame in enumerate(job.frames[: wire.RANKS_MAX])
+                for flow in look.flows.get(frame.pid, ())
+            ]
+            share = rows_left // (len(jobs) - number)
+            rows.sort(key=lambda entry: _interest(entry[1]), reverse=True)
+            kept = [(row, flow) for row, flow in rows[:share] if table.takes(flow)]
+            left += len(rows) - len(kept)
+            rows_left -= len(kept)
+            told.append(msgspec.structs.replace(sample, flows=pack(_table(kept, table))))
+        names = list(table.index)
+        nic_of = [look.nic_of.get(name, "") for name in names]
+        return told, NetworkFacts("ok", "", age_ms, look.window_ms, names, nic_of, look.nics, left)
+
+
+class _Addresses:
+    """Addresses by number, as many as a report holds."""
+
+    def __init__(self) -> None:
+        self.index: dict[str, int] = {}
+
+    def takes(self, flow: Flow) -> bool:
+        """Number both ends; False where there is no room for them."""
+        wanted = [end for end, _ in (flow.socket.local, flow.socket.remote) if end not in self.index]
+        if len(self.index) + len(wanted) > wire.ADDRESSES_MAX:
+            return False
+        for end in wanted:
+            self.index[end] = len(self.index)
+        return True
+
+
+def _interest(flow: Flow) -> tuple[bool, int]:
+    stuck = bool(flow.socket.unacked) and flow.socket.backoff > 0
+    return stuck, (flow.added[0] or 0) + (flow.added[1] or 0)
+
+
+def _table(kept: list[tuple[int, Flow]], addresses: _Addresses) -> Table:
+    table = empty(wire.FLOW_DTYPE, len(kept))
+    for at, (row, flow) in enumerate(kept):
+        one = flow.socket
+        table[at]["rank_row"] = row
+        for name, (address, port) in (("local", one.local), ("remote", one.remote)):
+            table[at][name], table[at][f"{name}_port"] = addresses.index[address], port
+        values = {name: getattr(one, name) for name in ("rtt_us", "unacked", "queued_bytes", "backoff", "ack_age_ms")}
+        values |= dict(zip(_COUNTERS, flow.added, strict=True))
+        for name, value in values.items():
+            if value is not None and value < np.iinfo(wire.FLOW_DTYPE[name]).max:
+                table[at][name] = value
+    return table
