@@ -198,14 +198,17 @@ def _within_limits(part: Gathered) -> bool:
         return False
     if any(len(flight.groups) > GROUPS_MAX for flight in part.flights):
         return False
-    ras = part.ras
-    if ras is None:
-        return True
+    return part.ras is None or ras_within_limits(part.ras)
+
+
+def ras_within_limits(ras: RasFacts) -> bool:
+    """Whether the facts are as few as they are made."""
     if len(ras.comms) > COMMS_MAX or len(ras.processes) > LISTED_MAX or len(ras.notes) > NOTES_MAX:
         return False
     return all(
         len(comm.missing) <= LISTED_MAX
         and len(comm.differs) <= VALUES_MAX
         and all(len(one.values) <= VALUES_MAX for one in comm.differs)
+        and all(len(value.listed) <= LISTED_MAX for one in comm.differs for value in one.values)
         for comm in ras.comms
     )

@@ -19,6 +19,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from diagnosis.contracts.gathered import FlightFacts, ProcessFacts, RasFacts
+
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int32]
 Bytes = NDArray[np.uint8]
@@ -176,7 +178,8 @@ class Incident:
     `process_state`: per rank a letter of the kernel ("T" stopped, "Z" zombie, "X" gone, ...), "" unknown; gathered by a
     node daemon and therefore a witness of its own. `thresholds`: what the site that saw it takes as slow or hung, by
     names of `diagnosis.engine.thresholds`; what is not told has its default. `unseen`: what could not be seen or read,
-    for people.
+    for people. `ras`, `flights`, `processes`: gathered on suspicion of a hang (`contracts.gathered`), the latter two
+    sorted by rank.
     """
 
     job: Job
@@ -191,3 +194,6 @@ class Incident:
     fabric: Fabric | None = None
     thresholds: Mapping[str, float] = field(default_factory=dict)
     unseen: tuple[str, ...] = ()
+    ras: RasFacts | None = None
+    flights: tuple[FlightFacts, ...] = ()
+    processes: tuple[ProcessFacts, ...] = ()

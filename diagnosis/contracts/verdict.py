@@ -77,7 +77,7 @@ class EvidenceItem(msgspec.Struct, kw_only=True, frozen=True):
     kind: str
     text: str
     value: float | None = None
-    witness: str = "job"  # job | nvml | kernel | slurm | network
+    witness: str = "job"  # job | ras (the job's word too) | nvml | kernel | slurm | network
     against: bool = False
 
 

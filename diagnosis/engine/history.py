@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from diagnosis.contracts import report as wire
 from diagnosis.contracts.columns import null_of, unpack
 from diagnosis.contracts.errors import AgentFault
+from diagnosis.engine.gathered import Witnessed
 from diagnosis.engine.thresholds import Thresholds
 
 RANKS_MAX: Final = 1 << 20
@@ -164,6 +165,7 @@ class JobHistory:
     comms: dict[int, CommHistory] = field(default_factory=dict)
     conflicts: set[int] = field(default_factory=set)
     last_report_at: float = 0.0
+    witnessed: Witnessed = field(default_factory=Witnessed)
 
     def observe(self, node: str, boot_id: str, sample: wire.JobSample, measured_at: float) -> None:
         """Take in one node's words. Raises AgentFault (reason `columns` or `ranks`) where the tables are unsound."""

@@ -267,6 +267,9 @@ def _incident(
         nvml=_nvml(gpus, job.node_names),
         thresholds=asdict(limits),
         unseen=notes,
+        ras=history.witnessed.ras_since(history.quiet_since),
+        flights=history.witnessed.flights_since(history.quiet_since),
+        processes=history.witnessed.processes_since(history.quiet_since),
     )
 
 

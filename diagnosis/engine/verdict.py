@@ -14,6 +14,7 @@ from diagnosis.contracts.verdict import Verdict
 from diagnosis.engine import hang_verdict, slow_verdict
 from diagnosis.engine.blame import Blame, attribute
 from diagnosis.engine.lanes import Lanes, lay_out
+from diagnosis.engine.ras import bear_witness
 from diagnosis.engine.slowness import Slowness, measure
 from diagnosis.engine.thresholds import Thresholds
 from diagnosis.engine.waits import Stall, find_stall
@@ -56,7 +57,8 @@ def _analyse(incident: Incident, limits: Thresholds) -> Analysis:
     unseen = unseen_of(lanes)
     stall = find_stall(lanes, limits)
     if stall is not None:
-        return Analysis(hang_verdict.decide(lanes, stall, limits, unseen), lanes, stall=stall)
+        verdict = bear_witness(incident, hang_verdict.decide(lanes, stall, limits, unseen))
+        return Analysis(verdict, lanes, stall=stall)
     slow = measure(lanes)
     if np.isfinite(slow.ratio) and slow.ratio >= 1 + SLIGHT * limits.slow_job_min:
         blame = attribute(lanes, slow, limits)

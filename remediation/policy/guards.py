@@ -133,7 +133,8 @@ def _of_the_node(culprit: Culprit) -> bool:
 
 
 def _witnesses(evidence: Iterable[EvidenceItem]) -> set[str]:
-    return {item.witness for item in evidence if not item.against}
+    """NCCL's RAS answers out of the job's own processes: it is the job's word in other words."""
+    return {"job" if item.witness == "ras" else item.witness for item in evidence if not item.against}
 
 
 def not_worth_it(verdict: Verdict, policy: Policy) -> str | None:

@@ -16,7 +16,10 @@ FRAMES: Final = "frames.jsonl"
 SUMMARIES: Final = "summaries.jsonl"
 HEALTH: Final = "health.jsonl"
 FABRIC: Final = "fabric.json"
-NAMES: Final = (JOB, COMMUNICATORS, FRAMES, SUMMARIES, HEALTH, FABRIC)
+RAS: Final = "ras.json"
+FLIGHTS: Final = "flights.jsonl"
+PROCESSES: Final = "processes.jsonl"
+NAMES: Final = (JOB, COMMUNICATORS, FRAMES, SUMMARIES, HEALTH, FABRIC, RAS, FLIGHTS, PROCESSES)
 
 STATES: Final = {"running": State.RUNNING, "enqueued": State.ENQUEUED, "done": State.DONE, "none": State.NONE}
 KINDS: Final = {"collective": Kind.COLLECTIVE, "p2p": Kind.P2P}

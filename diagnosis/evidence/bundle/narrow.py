@@ -60,6 +60,8 @@ def _only(incident: Incident, kept: Bools) -> Incident:
         host=_table(incident.host, nodes),
         kernel_log=tuple(line for line in incident.kernel_log if line.node in names),
         fabric=_fabric(incident.fabric, comms),
+        flights=tuple(line for line in incident.flights if kept[line.world_rank]),
+        processes=tuple(line for line in incident.processes if kept[line.world_rank]),
         unseen=(note, *incident.unseen),
     )
 

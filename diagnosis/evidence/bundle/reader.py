@@ -14,12 +14,14 @@ from typing import TypeVar
 
 import numpy as np
 
+from diagnosis.contracts.gathered import FlightFacts, ProcessFacts, RasFacts
 from diagnosis.contracts.incident import Incident
 from diagnosis.evidence.bundle import files
 from diagnosis.evidence.bundle.communicators import CommunicatorTable
 from diagnosis.evidence.bundle.fabric import build_fabric, read_fabric
 from diagnosis.evidence.bundle.files import FabricFile, JobFile
 from diagnosis.evidence.bundle.frames import FrameTable
+from diagnosis.evidence.bundle.gathered import RankLines, read_ras, within_world
 from diagnosis.evidence.bundle.health import HealthTables
 from diagnosis.evidence.bundle.job import build_job, read_job, told_thresholds, told_unseen, world_size
 from diagnosis.evidence.bundle.summaries import SummaryTable
@@ -40,10 +42,13 @@ class BundleReader:
         self._node_names = Names(limits)
         self._job: JobFile | None = None
         self._fabric: FabricFile | None = None
+        self._ras: RasFacts | None = None
         self._communicators = CommunicatorTable(self._comm_names, limits, self.notes)
         self._frames = FrameTable(self._comm_names, limits, self.notes)
         self._summaries = SummaryTable(limits, self.notes)
         self._health = HealthTables(self._node_names, limits, self.notes)
+        self._flights = RankLines(FlightFacts, limits.observations_max, self.notes)
+        self._processes = RankLines(ProcessFacts, limits.observations_max, self.notes)
         self.read: set[str] = set()
 
     def feed(self, kind: str, file: str, chunks: Iterable[bytes]) -> None:
@@ -51,10 +56,12 @@ class BundleReader:
 
         Raises: KeyError (no file of a bundle is called `kind`).
         """
-        if kind in (files.JOB, files.FABRIC):
+        if kind in (files.JOB, files.FABRIC, files.RAS):
             content = document(file, chunks, self._limits, self.notes)
             if content is not None and kind == files.JOB:
                 self._job = self._first(file, self._job, read_job(file, content, self.notes))
+            elif content is not None and kind == files.RAS:
+                self._ras = self._first(file, self._ras, read_ras(file, content, self.notes))
             elif content is not None:
                 self._fabric = self._first(file, self._fabric, read_fabric(file, content, self.notes))
         else:
@@ -64,6 +71,8 @@ class BundleReader:
                 files.FRAMES: self._frames.read,
                 files.SUMMARIES: self._summaries.read,
                 files.HEALTH: self._health.read,
+                files.FLIGHTS: self._flights.read,
+                files.PROCESSES: self._processes.read,
             }[kind](file, lines)
         self.read.add(kind)
 
@@ -103,6 +112,9 @@ class BundleReader:
             kernel_log=self._health.kernel_log(),
             fabric=None if self._fabric is None else build_fabric(self._fabric, world, by_id, self._limits, self.notes),
             thresholds=told_thresholds(raw, self.notes),
+            ras=None if self._ras is None else within_world(self._ras, world),
+            flights=self._flights.build(files.FLIGHTS, world),
+            processes=self._processes.build(files.PROCESSES, world),
             unseen=self.notes.lines(),
         )
 

@@ -34,7 +34,7 @@ Item = dict[str, object]
 
 
 def write_bundle(incident: Incident) -> dict[str, bytes]:
-    """File name to content. A job without frames, summaries or fabric has no such file."""
+    """File name to content. What a job has nothing of (summaries, fabric, ras, ...) is no file."""
     out = {
         files.JOB: msgspec.json.format(msgspec.json.encode(_job(incident)), indent=1) + b"\n",
         files.COMMUNICATORS: _lines(_communicators(incident.communicators)),
@@ -46,6 +46,10 @@ def write_bundle(incident: Incident) -> dict[str, bytes]:
     if incident.fabric is not None:
         fabric = _fabric(incident.fabric, incident.communicators.ids)
         out[files.FABRIC] = msgspec.json.format(msgspec.json.encode(fabric), indent=1) + b"\n"
+    if incident.ras is not None:
+        out[files.RAS] = msgspec.json.format(msgspec.json.encode(incident.ras), indent=1) + b"\n"
+    out[files.FLIGHTS] = b"".join(msgspec.json.encode(line) + b"\n" for line in incident.flights)
+    out[files.PROCESSES] = b"".join(msgspec.json.encode(line) + b"\n" for line in incident.processes)
     return {name: content for name, content in out.items() if content}
 
 
