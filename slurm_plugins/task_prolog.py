@@ -7,7 +7,8 @@ shares:
 
 * The job's frame directory, `<frame root>/<node>/<job>.<restart>`, is made, and TOCSIN_FRAME_DIR names it.
 * LD_PRELOAD gets the gloo probe at its end, behind whatever the user preloads.
-* NCCL_PROFILER_PLUGIN gets the NCCL plugin, unless the user names another one (or `none`): NCCL loads but one.
+* NCCL_PROFILER_PLUGIN gets the NCCL plugin. NCCL loads but one: where the user names another, that goes into
+  TOCSIN_NCCL_CHAIN, and ours loads it behind itself. `none` stays none.
 * A probe whose library is not there is left out. A task has all of this or none: where the node daemon has not made
   `<frame root>/<node>`, where the user set TOCSIN_DISABLE=1, or where anything at all is wrong, what an outer step (the
   batch script) has attached is taken away again, and nothing else happens. A job never fails and never waits because
@@ -40,6 +41,9 @@ LIBRARY_NAME = "libtocsin_gloo.so"
 NCCL_PLUGIN_NAME = "libnccl-profiler-tocsin.so"
 NCCL_PLUGIN_SHORT_NAME = "tocsin"
 """NCCL's own short form of that file name."""
+PLUGIN_VARIABLE = "NCCL_PROFILER_PLUGIN"
+CHAIN_VARIABLE = "TOCSIN_NCCL_CHAIN"
+"""Names the plugin that ours is to load behind itself."""
 GLIBC_LOADERS = {"x86_64": "/lib64/ld-linux-x86-64.so.2", "aarch64": "/lib/ld-linux-aarch64.so.1"}
 """Without it in the root file system a preloaded library would keep every program from starting."""
 PATH_LENGTH_MAX = 4000
@@ -73,7 +77,7 @@ def main() -> None:
 def export_lines(environ: "Mapping[str, str]") -> "list[str]":
     """The lines for this task. Raises OSError or ValueError where the task must be left as it is."""
     settings = Settings(environ)
-    for name in ("LD_PRELOAD", "NCCL_PROFILER_PLUGIN"):
+    for name in ("LD_PRELOAD", PLUGIN_VARIABLE, CHAIN_VARIABLE):
         value = environ.get(name, "")
         if len(value) > VALUE_LENGTH_MAX or not PRINTABLE.issuperset(value):
             raise ValueError(name)  # a line break would end the export line
@@ -92,7 +96,8 @@ def changed_environment(environ: "Mapping[str, str]", settings: Settings) -> "di
     attach = frame_directory is not None
     changes = {"TOCSIN_FRAME_DIR": frame_directory}
     changes.update(merged_preload(environ.get("LD_PRELOAD", ""), settings.library, attach))
-    changes.update(merged_plugin(environ.get("NCCL_PROFILER_PLUGIN", ""), settings.nccl_plugin, attach))
+    plugin, chained = environ.get(PLUGIN_VARIABLE, ""), environ.get(CHAIN_VARIABLE, "")
+    changes.update(merged_plugin(plugin, chained, settings.nccl_plugin, attach))
     return changes
 
 
@@ -180,12 +185,20 @@ def merged_preload(preload: str, library: str, attach: bool) -> "dict[str, str |
     return {}
 
 
-def merged_plugin(plugin: str, ours: str, attach: bool) -> "dict[str, str | None]":
-    """NCCL_PROFILER_PLUGIN: ours where the user names no other."""
-    is_ours = plugin in (ours, NCCL_PLUGIN_SHORT_NAME) or plugin.rpartition("/")[2] == NCCL_PLUGIN_NAME
-    if attach and os.access(ours, os.R_OK) and (is_ours or not plugin):
-        return {"NCCL_PROFILER_PLUGIN": ours}
-    return {"NCCL_PROFILER_PLUGIN": None} if is_ours else {}
+def merged_plugin(plugin: str, chained: str, ours: str, attach: bool) -> "dict[str, str | None]":
+    """NCCL_PROFILER_PLUGIN: ours, with the one that the user names behind it; or the user's own again."""
+    is_there = is_our_plugin(plugin, ours)
+    if attach and os.access(ours, os.R_OK) and plugin.lower() != "none":
+        return {PLUGIN_VARIABLE: ours, **({CHAIN_VARIABLE: plugin} if plugin and not is_there else {})}
+    if not is_there:
+        return {}
+    other = chained if chained and not is_our_plugin(chained, ours) else None
+    return {PLUGIN_VARIABLE: other, **({CHAIN_VARIABLE: None} if chained else {})}
+
+
+def is_our_plugin(plugin: str, ours: str) -> bool:
+    """Whether NCCL would load our plugin for this: the one of the settings, or that of another version of tocsin."""
+    return plugin in (ours, NCCL_PLUGIN_SHORT_NAME) or plugin.rpartition("/")[2] == NCCL_PLUGIN_NAME
 
 
 if __name__ == "__main__":

@@ -127,9 +127,22 @@ CASES: Final = (
     Case(
         "a plugin of the user's",
         {"NCCL_PROFILER_PLUGIN": "inspector"},
-        {**ATTACHED, "NCCL_PROFILER_PLUGIN": "inspector"},
+        {**ATTACHED, "TOCSIN_NCCL_CHAIN": "inspector"},
+    ),
+    Case(
+        "a plugin of the user's by its path",
+        {"NCCL_PROFILER_PLUGIN": "{other}", "TOCSIN_NCCL_CHAIN": "before"},
+        {**ATTACHED, "TOCSIN_NCCL_CHAIN": "{other}"},
+    ),
+    Case("a plugin that the user chains", {"TOCSIN_NCCL_CHAIN": "{other}"}, ATTACHED),
+    Case("an inner step with a plugin of the user's", {**OUTER, "TOCSIN_NCCL_CHAIN": "inspector"}, ATTACHED),
+    Case(
+        "another plugin for an inner step",
+        {**OUTER, "NCCL_PROFILER_PLUGIN": "x", "TOCSIN_NCCL_CHAIN": "inspector"},
+        {**ATTACHED, "TOCSIN_NCCL_CHAIN": "x"},
     ),
     Case("no plugin, says the user", {"NCCL_PROFILER_PLUGIN": "none"}, {**ATTACHED, "NCCL_PROFILER_PLUGIN": "none"}),
+    Case("in capitals", {"NCCL_PROFILER_PLUGIN": "NONE"}, {**ATTACHED, "NCCL_PROFILER_PLUGIN": "NONE"}),
     Case("an empty plugin", {"NCCL_PROFILER_PLUGIN": ""}, ATTACHED),
     Case("our plugin by its short name", {"NCCL_PROFILER_PLUGIN": "tocsin"}, ATTACHED),
     Case("our plugin of another version", {"NCCL_PROFILER_PLUGIN": "/old/libnccl-profiler-tocsin.so"}, ATTACHED),
@@ -153,6 +166,16 @@ CASES: Final = (
         {**OUTER, "TOCSIN_DISABLE": "1", "NCCL_PROFILER_PLUGIN": "x"},
         {**BARE, "NCCL_PROFILER_PLUGIN": "x"},
     ),
+    Case(
+        "switched off inside, with a plugin behind ours",
+        {**OUTER, "TOCSIN_DISABLE": "1", "TOCSIN_NCCL_CHAIN": "{other}"},
+        {**BARE, "NCCL_PROFILER_PLUGIN": "{other}", "TOCSIN_NCCL_CHAIN": None},
+    ),
+    Case(
+        "switched off inside, with ours behind itself",
+        {**OUTER, "TOCSIN_DISABLE": "1", "TOCSIN_NCCL_CHAIN": "tocsin"},
+        {**BARE, "TOCSIN_NCCL_CHAIN": None},
+    ),
     # -- a broken installation
     Case("no daemon", {}, BARE, ("node",)),
     Case(
@@ -163,6 +186,12 @@ CASES: Final = (
     ),
     Case("no probe at all", OUTER, BARE, ("gloo", "nccl")),
     Case("no NCCL plugin", OUTER, {**ATTACHED, "NCCL_PROFILER_PLUGIN": None}, ("nccl",)),
+    Case(
+        "no NCCL plugin, and one of the user's",
+        {**OUTER, "TOCSIN_NCCL_CHAIN": "x"},
+        {**ATTACHED, "NCCL_PROFILER_PLUGIN": "x", "TOCSIN_NCCL_CHAIN": None},
+        ("nccl",),
+    ),
     Case("no gloo probe", OUTER, {**ATTACHED, "LD_PRELOAD": None}, ("gloo",)),
     # -- odd
     odd(SLURMD_NODENAME=None),
@@ -194,6 +223,7 @@ CASES: Final = (
         for value in ("/a.so\nexport PATH=/evil", "/a.so\rb", "/\u00e9.so", "/a.so:" * 11000)
     ),
     Case("an odd plugin", {"NCCL_PROFILER_PLUGIN": "a\nb"}, {**BARE, "NCCL_PROFILER_PLUGIN": "a\nb"}),
+    odd(TOCSIN_NCCL_CHAIN="a\nexport PATH=/evil"),
 )
 
 

@@ -6,6 +6,7 @@
 #include <stdint.h>
 #include <stdio.h>
 #include <string.h>
+#include <strings.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -13,6 +14,8 @@
 #define NCCL_PLUGIN_NAME "libnccl-profiler-tocsin.so"
 #define NCCL_PLUGIN_SHORT_NAME "tocsin" // NCCL's own short form of that file name
 #define FRAME_ROOT "/dev/shm/tocsin"
+#define PLUGIN_VARIABLE "NCCL_PROFILER_PLUGIN"
+#define CHAIN_VARIABLE "TOCSIN_NCCL_CHAIN"
 #define CONF_BYTES_MAX 65536
 
 #if defined(__x86_64__)
@@ -29,7 +32,7 @@ static const char *const kWords[] = {
     [TOCSIN_FOREIGN] = "the frame directory belongs to somebody else",
     [TOCSIN_NO_LIBRARY] = "the probe's library is not there",
     [TOCSIN_OTHER_LIBC] = "there is no glibc, which the probe needs",
-    [TOCSIN_BAD_VALUE] = "LD_PRELOAD or NCCL_PROFILER_PLUGIN is odd or too long",
+    [TOCSIN_BAD_VALUE] = "LD_PRELOAD, " PLUGIN_VARIABLE " or " CHAIN_VARIABLE " is odd or too long",
 };
 
 const char *tocsin_trouble_words(enum tocsin_trouble trouble) { return kWords[trouble]; }
@@ -78,7 +81,8 @@ static bool is_printable(const char *text) {
 
 static bool values_printable(const struct tocsin_environment *environment) {
   return is_printable(value_of(environment, "LD_PRELOAD")) &&
-         is_printable(value_of(environment, "NCCL_PROFILER_PLUGIN"));
+         is_printable(value_of(environment, PLUGIN_VARIABLE)) &&
+         is_printable(value_of(environment, CHAIN_VARIABLE));
 }
 
 static const char *file_name(const char *path, size_t length) {
@@ -302,15 +306,24 @@ static void change_preload(const struct tocsin_environment *environment, const s
   }
 }
 
-// NCCL loads one profiler plugin. What the user named is left to them: ours is given only where they named none.
+// NCCL loads one profiler plugin, and ours loads the one that the user names behind itself. `none` stays none. Taking
+// ours away gives the user's back.
 static void change_plugin(const struct tocsin_environment *environment, const struct tocsin_settings *settings,
                           bool attach, struct tocsin_changes *changes) {
-  const char *plugin = value_of(environment, "NCCL_PROFILER_PLUGIN");
-  const bool is_there = is_our_plugin(plugin, settings);
-  if (attach && readable(settings->nccl_plugin) && (!*plugin || is_there)) {
-    change(changes, "NCCL_PROFILER_PLUGIN", settings->nccl_plugin);
+  char *other = changes->other_plugin;
+  snprintf(other, sizeof changes->other_plugin, "%s", value_of(environment, PLUGIN_VARIABLE));
+  const bool is_there = is_our_plugin(other, settings);
+  if (attach && readable(settings->nccl_plugin) && strcasecmp(other, "none") != 0) {
+    change(changes, PLUGIN_VARIABLE, settings->nccl_plugin);
+    if (*other && !is_there) {
+      change(changes, CHAIN_VARIABLE, other);
+    }
   } else if (is_there) {
-    change(changes, "NCCL_PROFILER_PLUGIN", NULL);
+    snprintf(other, sizeof changes->other_plugin, "%s", value_of(environment, CHAIN_VARIABLE));
+    change(changes, PLUGIN_VARIABLE, *other && !is_our_plugin(other, settings) ? other : NULL);
+    if (*other) {
+      change(changes, CHAIN_VARIABLE, NULL);
+    }
   }
 }
 

@@ -32,7 +32,7 @@ enum tocsin_trouble {
   TOCSIN_FOREIGN,      // a directory in the way of ours belongs to somebody else
   TOCSIN_NO_LIBRARY,   // none of the probes' libraries can be read
   TOCSIN_OTHER_LIBC,   // the root file system has no glibc: a preloaded library would keep every program from starting
-  TOCSIN_BAD_VALUE,    // LD_PRELOAD or NCCL_PROFILER_PLUGIN holds what is not printable ASCII, or too much
+  TOCSIN_BAD_VALUE,    // LD_PRELOAD or a name of a profiler plugin holds what is not printable ASCII, or too much
 };
 
 // A plain sentence for each.
@@ -71,9 +71,10 @@ struct tocsin_changes {
   struct {
     const char *name;
     const char *value;
-  } list[3];
+  } list[4];
   char directory[2 * TOCSIN_PATH_BYTES + 40];
   char preload[TOCSIN_VALUE_BYTES];
+  char other_plugin[TOCSIN_VALUE_BYTES]; // the user's own profiler plugin
 };
 
 // Attaches a task to a place; where that is NULL, takes away what an outer step (the batch script) has attached. No

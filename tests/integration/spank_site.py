@@ -16,7 +16,14 @@ from tests.lab.cluster import Lab
 
 ROUND = r"group world 0 2 0,1\nenqueue world w 1 6 8\nstart w\nfinish w\n"
 """What the stand-in for a training process is told to do: one all-reduce."""
-FRAME_VARIABLES = ("LD_PRELOAD", "NCCL_PROFILER_PLUGIN", "TOCSIN_DISABLE", "TOCSIN_FRAME_DIR", "TOCSIN_PROBE_DEBUG")
+FRAME_VARIABLES = (
+    "LD_PRELOAD",
+    "NCCL_PROFILER_PLUGIN",
+    "TOCSIN_DISABLE",
+    "TOCSIN_FRAME_DIR",
+    "TOCSIN_NCCL_CHAIN",
+    "TOCSIN_PROBE_DEBUG",
+)
 
 
 @dataclass(frozen=True)

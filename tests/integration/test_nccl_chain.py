@@ -31,9 +31,10 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Double, Path]:
     return build(base), build_other(base)
 
 
-def build_other(base: Path, sanitizer: str = "") -> Path:
-    library = base / f"libnccl-profiler-other_{sanitizer.replace(',', '_') or 'plain'}.so"
-    options = [f"-fsanitize={sanitizer}"] if sanitizer else []
+def build_other(base: Path, sanitizer: str = "", *defined: str) -> Path:
+    name = "_".join((sanitizer.replace(",", "_") or "plain", *defined))
+    library = base / f"libnccl-profiler-other_{name}.so"
+    options = [*([f"-fsanitize={sanitizer}"] if sanitizer else []), *(f"-D{word}" for word in defined)]
     command = ["gcc", "-std=gnu11", "-g", "-Wall", "-Wextra", "-Werror", *options, "-shared", "-fPIC", *INCLUDES]
     subprocess.run([*command, HERE / "other_plugin.c", "-o", library], check=True, timeout=DEADLINE_S)
     return library
@@ -66,6 +67,37 @@ def test_both_see_what_each_has_asked_for(checked: tuple[Double, Path], tmp_path
     assert seen[Event.PROXY_STEP] == (steps, steps, 3 * steps)
     assert seen[Event.COLL] == (3, 3, 0)
     assert set(seen) == set(kinds | API if interface > 4 else kinds)  # and no kernels, for which it did not ask
+
+
+@pytest.mark.parametrize("interface", INTERFACES)
+def test_another_made_for_an_older_nccl_hears_what_it_knows(
+    plain: tuple[Double, Path], tmp_path: Path, interface: int
+) -> None:
+    double, _ = plain
+    other = build_other(tmp_path, "", "ONLY_V5")
+    with running(double, tmp_path, interface, **environment(other, tmp_path / "out", Event(0xFFFF))) as driver:
+        driver.ask(f"comm a {COMM_ID} 16 3")
+        driver.ask("allreduce a 3 2 14")
+        assert not driver.begin("ce", "a", Event.CE_COLL)
+        assert int(driver.slot()["done"]) == 3
+        driver.ask("finalize a")
+        driver.finish()
+    if interface == 4:  # too different: ours is alone
+        assert not (tmp_path / "out").exists()
+        return
+    seen = counts(tmp_path / "out")
+    assert seen[Event.COLL] == (3, 3, 0)
+    assert Event.CE_COLL not in seen and Event.KERNEL_CH in seen
+
+
+@pytest.mark.parametrize("named", ["other_plain", "libnccl-profiler-other_plain.so"])
+def test_another_is_found_by_name_as_nccl_finds_it(plain: tuple[Double, Path], tmp_path: Path, named: str) -> None:
+    double, other = plain
+    env = environment(named, tmp_path / "out", Event.COLL) | {"LD_LIBRARY_PATH": str(other.parent)}
+    with running(double, tmp_path, 6, **env) as driver:
+        alone(driver)
+        driver.finish()
+    assert counts(tmp_path / "out")[Event.COLL] == (2, 2, 0)
 
 
 def test_threads_at_once_lose_nothing_of_either(checked: tuple[Double, Path], tmp_path: Path) -> None:

@@ -134,7 +134,8 @@ def test_what_the_user_preloads_and_profiles_with_stays(site: SpankSite, tmp_pat
     own = {"LD_PRELOAD": "libutil.so.1", "NCCL_PROFILER_PLUGIN": "inspector"}
     done = site.srun("-n1", "sh", "-c", f'env; exec python3 -c "{program}"', env=own)
     assert told(done.stdout)["LD_PRELOAD"] == f"libutil.so.1:{site.gloo}"
-    assert told(done.stdout)["NCCL_PROFILER_PLUGIN"] == "inspector"
+    assert told(done.stdout)["NCCL_PROFILER_PLUGIN"] == str(site.nccl)
+    assert told(done.stdout)["TOCSIN_NCCL_CHAIN"] == "inspector"
     assert "libutil.so.1" in done.stdout.splitlines()[-1] and str(site.gloo) in done.stdout.splitlines()[-1]
 
 

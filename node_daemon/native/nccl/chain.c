@@ -1,5 +1,6 @@
 // Another profiler plugin behind this one. NCCL loads only one, so where a user wants another too, TOCSIN_NCCL_CHAIN names
-// it (a path, or NAME for libnccl-profiler-NAME.so), and both get what each has asked for.
+// it as NCCL_PROFILER_PLUGIN would, and both get what each has asked for. What v5, v6 and v7 share lies at the same
+// places, so one that was made for an older of them hears of the kinds that it knows.
 //
 // NCCL keeps one handle for an event, and two plugins have two. A handle is then a place in a ring of pairs with its
 // turn: one ring for what ends within its parent (steps, kernels), one for what is a parent for long (calls, tasks), each
@@ -12,6 +13,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <strings.h>
 #include <unistd.h>
 
 #include "atomic_fields.h"
@@ -24,6 +26,7 @@ enum { CONTEXTS_MAX = 2 * COMMUNICATORS_MAX, RING = 1 << 16, INTERFACES = 4, OLD
 typedef struct chained {
   uint32_t used;
   int mask;  // what the other asks for
+  uint64_t known;
   void* ours;
   void* theirs;
   const nccl_profiler_v5* own;
@@ -42,7 +45,8 @@ static pair g_pairs[2][RING];
 static uint64_t g_taken[2];
 static nccl_profiler_v4 g_own_v4;
 static nccl_profiler_v5 g_own[INTERFACES];      // by interface, from 4; of v4 what follows init
-static const nccl_profiler_v5* g_others[INTERFACES];  // likewise; null: the other has none
+static const nccl_profiler_v5* g_others[INTERFACES];  // likewise; null: the other has none that fits
+static uint64_t g_known[INTERFACES];                  // likewise: the kinds of events that the other's interface has
 static int32_t g_process;
 
 // -- handles ------------------------------------------------------------------------------------------------------------
@@ -122,7 +126,7 @@ static int start_both(void* context, void** handle, nccl_event* event, uint64_t 
   if (group) {
     *group = of_group.theirs;
   }
-  if (to->theirs && (delivered((uint32_t)LOAD(to->mask)) & type)) {
+  if (to->theirs && (delivered((uint32_t)LOAD(to->mask)) & to->known & type)) {
     to->other->start_event(to->theirs, &theirs, event);
   }
   event->parent = parent_before;
@@ -201,6 +205,7 @@ static int init_both(void** context, int* mask, const char* name, uint64_t id, i
   made->mask = 0;
   made->own = &g_own[at];
   made->other = g_others[at];
+  made->known = g_known[at];
   const nccl_profiler_v4* other_v4 = (const nccl_profiler_v4*)made->other;  // as v5, but for init
   const int failed =
       interface == OLDEST
@@ -243,13 +248,33 @@ INIT(7)
 
 // -- loading ------------------------------------------------------------------------------------------------------------
 
+// As NCCL looks for the plugin that NCCL_PROFILER_PLUGIN names.
 static void* open_other(const char* named) {
-  char path[4096];
-  snprintf(path, sizeof path, strchr(named, '/') ? "%s" : "libnccl-profiler-%s.so", named);
-  return dlopen(path, RTLD_NOW | RTLD_LOCAL);
+  if (strcasecmp(named, "STATIC_PLUGIN") == 0) {
+    return dlopen(NULL, RTLD_NOW | RTLD_LOCAL);
+  }
+  void* library = dlopen(named, RTLD_NOW | RTLD_LOCAL);
+  if (!library && !strchr(named, '/')) {
+    char path[4096];
+    snprintf(path, sizeof path, "libnccl-profiler-%s.so", named);
+    library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+  }
+  return library;
 }
 
-// Before NCCL looks for an interface. One that the other lacks stays this plugin's alone.
+// The other's interface for what NCCL has chosen of ours: the same, else the newest before it of those that are alike.
+static void find_other(void* library, int at) {
+  static const uint64_t kinds[INTERFACES] = {NCCL_GROUP_API - 1, NCCL_CE_COLL - 1, NCCL_KERNEL_PHASE - 1, ~0ull};
+  const int oldest = at == 0 ? 0 : 1;
+  for (int older = at; older >= oldest && !g_others[at]; --older) {
+    char symbol[32];
+    snprintf(symbol, sizeof symbol, "ncclProfiler_v%d", older + OLDEST);
+    g_others[at] = dlsym(library, symbol);
+    g_known[at] = kinds[older];
+  }
+}
+
+// Before NCCL looks for an interface. One that the other has nothing for stays this plugin's alone.
 __attribute__((constructor)) static void chain_other(void) {
   const char* named = getenv("TOCSIN_NCCL_CHAIN");
   void* library = named && *named ? open_other(named) : NULL;
@@ -265,10 +290,8 @@ __attribute__((constructor)) static void chain_other(void) {
                                                                                         init_both_v7};
   g_own_v4 = ncclProfiler_v4;
   for (int at = 0; at < INTERFACES; ++at) {
-    char symbol[32];
-    snprintf(symbol, sizeof symbol, "ncclProfiler_v%d", at + OLDEST);
-    g_others[at] = dlsym(library, symbol);
     g_own[at] = *shown[at];
+    find_other(library, at);
     if (!g_others[at] || g_others[at] == shown[at]) {
       continue;
     }

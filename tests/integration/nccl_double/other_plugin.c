@@ -1,6 +1,6 @@
 /* Another profiler plugin, of the usual kind: it makes an object for each event, trusts every parent to be one of its
  * own, and counts. OTHER_MASK: what it asks for. OTHER_OUT: the file that its counts go to when a communicator ends
- * (kind, started, stopped, states). OTHER_FAILS: its init does. */
+ * (kind, started, stopped, states). OTHER_FAILS: its init does. Compiled with ONLY_V5 it has no other interface. */
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -103,6 +103,11 @@ static int finalize(void* context) {
   return 0;
 }
 
+#ifdef ONLY_V5
+#define ncclProfiler_v4 other_v4
+#define ncclProfiler_v6 other_v6
+#define ncclProfiler_v7 other_v7
+#endif
 const nccl_profiler_v4 ncclProfiler_v4 = {"other", init_v4, start_v4, stop, record, finalize};
 const nccl_profiler_v5 ncclProfiler_v5 = {"other", init, start_v5, stop, record, finalize};
 const nccl_profiler_v5 ncclProfiler_v6 = {"other", init, start_v5, stop, record, finalize};
