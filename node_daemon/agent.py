@@ -31,6 +31,7 @@ from node_daemon.log import EventLog
 from node_daemon.notify import notify
 from node_daemon.settings import PERIOD_MS_LEAST, PERIOD_MS_MOST, Settings
 from node_daemon.spool import Spool, Spooled
+from node_daemon.step_watch import StepWatch
 from node_daemon.summarise import Memory, summarise
 from node_daemon.threads import OwnThread
 from node_daemon.uplink import Uplink
@@ -63,6 +64,7 @@ class Agent:
         self._frames = OwnThread("frames")
         self._memory: dict[tuple[int, int], Memory] = {}
         self._jobs: list[JobFrames] = []
+        self._steps = StepWatch()
         self._sample = 0
         self._reported_ns = time.monotonic_ns()
         self._nvml: NvmlMonitor | None = None
@@ -156,11 +158,12 @@ class Agent:
         former_ns, self._reported_ns = self._reported_ns, time.monotonic_ns()
         memory: dict[tuple[int, int], Memory] = {}
         samples: list[JobSample] = []
+        steps = self._steps.look(sweep.jobs)
         rounds_left = ROUND_ROWS_MAX
         for number, job in enumerate(sweep.jobs):
             attempt = (job.job_id, job.restart)
             share = rounds_left // (len(sweep.jobs) - number)  # what a job leaves is there for those after it
-            sample, memory[attempt] = summarise(job, self._memory.get(attempt, {}), share)
+            sample, memory[attempt] = summarise(job, self._memory.get(attempt, {}), share, steps)
             rounds_left -= rows_of(sample.rounds, ROUND_DTYPE)
             samples.append(sample)
         self._memory = memory

@@ -11,6 +11,7 @@ error, and ages are cut at zero.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -29,8 +30,12 @@ from diagnosis.contracts.probeframe import (
     signatures,
 )
 from diagnosis.contracts.report import CommState, JobSample
+from diagnosis.evidence.steps import Step
 from node_daemon.collectors.frames import FrameSample, JobFrames, Slots
 
+ProcessKey = tuple[int, int]
+"""(pid, start ticks)."""
+Steps = Mapping[ProcessKey, Step]
 CommKey = tuple[int, int, int]
 """(pid, start ticks, comm_id): one communicator of one process."""
 _COUNTERS: Final = ("done", "dur_sum_ns", "gap_sum_ns", "send_steps", "recv_steps")
@@ -52,7 +57,9 @@ Memory = dict[CommKey, Told]
 """All communicators of one job at its last look. A communicator that was not seen then starts anew."""
 
 
-def summarise(job: JobFrames, before: Memory, rounds_max: int = wire.ROUND_ROWS_MAX) -> tuple[JobSample, Memory]:
+def summarise(
+    job: JobFrames, before: Memory, rounds_max: int = wire.ROUND_ROWS_MAX, steps: Steps | None = None
+) -> tuple[JobSample, Memory]:
     """The job's part of a report, and what to remember for the next look.
 
     At most RANKS_MAX frames are told, each with at most its 16 communicators and their 32 recorded rounds. Where that
@@ -74,7 +81,8 @@ def summarise(job: JobFrames, before: Memory, rounds_max: int = wire.ROUND_ROWS_
         for key, row, numbers, unknown in zip(keys, counters.tolist(), told, slots["unknown"].tolist(), strict=True)
     }
     comms = _comm_table(frames, slots, rank_row, _differences(counters, known), lately)
-    sample = JobSample(job.job_id, job.restart, job.uid, pack(_rank_table(frames)), pack(comms), pack(rounds))
+    ranks = _rank_table(frames, steps or {})
+    sample = JobSample(job.job_id, job.restart, job.uid, pack(ranks), pack(comms), pack(rounds))
     return sample, after
 
 
@@ -86,14 +94,30 @@ def _stack(frames: list[FrameSample]) -> tuple[Slots, Slots, NDArray[np.intp]]:
     return slots, again, np.repeat(np.arange(len(frames)), [len(frame.slots) for frame in frames])
 
 
-def _rank_table(frames: list[FrameSample]) -> Table:
+def _rank_table(frames: list[FrameSample], steps: Steps) -> Table:
     table = empty(wire.RANK_DTYPE, len(frames))
     for name in ("rank", "world_size", "local_rank", "gpu", "step_id"):
         values = np.array([frame.header[name] for frame in frames], "<i4")
         table[name] = np.where(values >= 0, values, null_of(wire.RANK_DTYPE[name]))
     table["pid"] = [frame.pid for frame in frames]
     table["process_state"] = [frame.state for frame in frames]
+    for row, frame in enumerate(frames):
+        step = steps.get((frame.pid, frame.start_ticks))
+        if step is not None:
+            _tell_step(table, row, step)
     return table
+
+
+def _tell_step(table: Table, row: int, step: Step) -> None:
+    told = (
+        ("step_us", step.step_ns // 1000),
+        ("step_jitter_us", None if step.jitter_ns is None else step.jitter_ns // 1000),
+        ("step_rounds", step.rounds),
+        ("step_round", step.round),
+    )
+    for name, value in told:
+        if value is not None and 0 <= value < null_of(wire.RANK_DTYPE[name]):
+            table[name][row] = value
 
 
 def _comm_table(
@@ -128,7 +152,7 @@ def _comm_table(
     _fill(table, "rounds", rounds, lately & Untold.DONE)
     _fill(table, "dur_us", _to_us(dur_ns), lately & Untold.TIMES)
     _fill(table, "gap_us", _to_us(gap_ns), lately & Untold.TIMES)
-    table["signature"] = _newest_signature(slots)
+    table["signature"] = newest_signature(slots)
     return table
 
 
@@ -190,7 +214,7 @@ def _open_steps(slots: Slots) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
     return steps("send_steps"), steps("recv_steps")
 
 
-def _newest_signature(slots: Slots) -> NDArray[np.uint32]:
+def newest_signature(slots: Slots) -> NDArray[np.uint32]:
     """Signature of the round entered last: as written while it executes or where it was recorded, else worked out."""
     newest = (slots["enqueued"] & _LOW)[:, None]
     seq = np.concatenate([slots["open"]["seq"], slots["rounds"]["seq"]], axis=1)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from diagnosis.contracts import report as wire
-from diagnosis.contracts.columns import null_of, pack
+from diagnosis.contracts.columns import empty, null_of, pack
 
 COMM_ID = 0xC0FFEE
 SIGNATURE = 0x1234
@@ -75,11 +75,13 @@ class SimJob:
     def sample(self, node: str) -> wire.JobSample:
         """What the daemon of `node` says now; rounds are told once."""
         here = [rank for rank in self.ranks if rank.node == node]
-        ranks = np.zeros(len(here), wire.RANK_DTYPE)
+        ranks = empty(wire.RANK_DTYPE, len(here))
         comms = np.zeros(len(here), wire.COMM_DTYPE)
         told: list[tuple[int, int, int, int, int]] = []
         for row, rank in enumerate(here):
-            ranks[row] = (rank.rank, len(self.ranks), rank.gpu, rank.gpu, rank.pid, 0, ord(rank.state))
+            known = (rank.rank, len(self.ranks), rank.gpu, rank.gpu, rank.pid, 0, ord(rank.state))
+            for name, value in zip(wire.RANK_DTYPE.names or (), known, strict=False):
+                ranks[name][row] = value
             comms["send"] = comms["recv"] = null_of(np.dtype("u4"))
             comms[row]["rank_row"], comms[row]["comm_id"] = row, COMM_ID
             comms[row]["comm_size"], comms[row]["comm_rank"] = len(self.ranks), rank.rank
