@@ -15,13 +15,14 @@ import structlog
 
 from controller.registry import Attempt
 from controller.store.base import Store
-from diagnosis.contracts.control import CollectEvent, Evidence, HelloEvent
+from diagnosis.contracts.control import CollectEvent, Evidence, GatherEvent, HelloEvent
 from diagnosis.contracts.errors import AgentFault
 from diagnosis.engine.history import JobHistory
 
 WAIT_S: Final = 5.0
 """How long an act waits for answers that were asked for."""
 ANSWERS_MAX: Final = 64
+RAS_NODES_MAX: Final = 8
 KIND: Final = "processes"
 _log = structlog.get_logger("gathering")
 
@@ -29,7 +30,7 @@ _log = structlog.get_logger("gathering")
 class Channels(Protocol):
     """The part of the control streams that is used here."""
 
-    def send(self, node: str, event: CollectEvent | HelloEvent) -> bool:
+    def send(self, node: str, event: CollectEvent | GatherEvent | HelloEvent) -> bool:
         """False: the node's daemon does not listen now."""
 
 
@@ -41,6 +42,7 @@ class _Question:
     answered: set[str] = field(default_factory=set)
     answers: list[Evidence] = field(default_factory=list)
     stored: bool = False
+    ras_asked: bool = False
 
 
 class Gathering:
@@ -70,6 +72,22 @@ class Gathering:
             if self._channels.send(node, event):
                 question.asked.add(node)
                 _log.info("asked", incident=question.incident, node=node, ranks=suspects)
+                self._send_gather(history, question.incident, node, ras=False)
+        if not question.ras_asked:
+            question.ras_asked = self._ask_ras(history, question, set(of_node))
+
+    def _send_gather(self, history: JobHistory, incident: str, node: str, *, ras: bool) -> bool:
+        event = GatherEvent(incident=incident, job_id=history.job_id, restart=history.restart, ras=ras)
+        return self._channels.send(node, event)
+
+    def _ask_ras(self, history: JobHistory, question: _Question, suspected: set[str]) -> bool:
+        """One node asks for the whole job. Rather one without suspects: where a process is stopped, nobody may answer;
+        none, where an answer of this standstill is there."""
+        if history.witnessed.ras_since(history.quiet_since) is not None:
+            return True
+        first_ranks = [history.ranks[rank].node for rank in sorted(history.ranks)]
+        nodes = sorted(dict.fromkeys(first_ranks), key=lambda node: node in suspected)
+        return any(self._send_gather(history, question.incident, node, ras=True) for node in nodes[:RAS_NODES_MAX])
 
     def number(self, attempt: Attempt) -> str:
         """The number for an incident of this attempt: the one that was asked with, or a new one."""

@@ -21,6 +21,7 @@ from controller.acting import Actor
 from controller.captures import Captures
 from controller.control.pause import Pause
 from controller.control.status import LoopStatus
+from controller.gathered import GatheredParts
 from controller.gathering import Channels, Gathering
 from controller.registry import Attempt, Registry, current
 from controller.settings import Settings
@@ -81,6 +82,7 @@ class ControlLoop:
         self._snapshot_period_s = settings.slurm.snapshot_period_s
         self._clock = clock
         self._gathering = Gathering(store, channels, new_id)
+        self._parts = GatheredParts(store)
         self._captures = Captures(store)
         self._actor = Actor(store, registry, backend, pause, policy_source, self._look, clock)
         self._world: World | None = None
@@ -178,8 +180,10 @@ class ControlLoop:
             with self._guarded(f"job {attempt[0]}"):
                 self._suspect(attempt, now)
                 await self._consider(attempt, verdict, world)
+        self._parts.hold(self._registry.arrivals(), self._registry.histories.keys())
         for attempt, incident in list(self._open.items()):
             with self._guarded(f"incident {incident.id}"):
+                await self._keep_parts(attempt, incident, now)
                 if incident.phase == "acting":
                     await self._advance(incident)
                 elif attempt not in self.verdicts:
@@ -300,6 +304,20 @@ class ControlLoop:
         judged = self._judged[attempt]
         if judged.incident is not None:
             await self._captures.keep(incident.id, judged.incident, judged.verdict, self._clock())
+
+    async def _keep_parts(self, attempt: Attempt, incident: Incident, now: float) -> None:
+        """What nodes gathered by themselves goes into the incident; a verdict that it does not change then cites it."""
+        history, judged = self._registry.histories.get(attempt), self._judged.get(attempt)
+        suspected = {culprit.node for culprit in incident.verdict.culprits if culprit.node is not None}
+        quiet_since = history.quiet_since if history is not None else None
+        kept = await self._parts.keep(attempt, incident.id, suspected, quiet_since, now)
+        if not kept or judged is None:
+            return
+        said, known = judged.verdict, incident.verdict
+        if (said.class_, said.culprits, said.action) == (known.class_, known.culprits, known.action):
+            incident.verdict = said
+            await self._store.save_incident(incident)
+            await self._keep_inputs(attempt, incident)
 
     async def _take(self, incident: Incident, verdict: Verdict, decision: Decision) -> None:
         incident.verdict, incident.decision = verdict, decision.why

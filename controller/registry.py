@@ -8,6 +8,7 @@ only fresh ones tell about now.
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -16,6 +17,7 @@ import structlog
 
 from diagnosis.contracts import report as wire
 from diagnosis.contracts.columns import unpack
+from diagnosis.contracts.gathered import Gathered, unpack_all
 from diagnosis.contracts.report import Acknowledgement, GpuFacts, HardwareFacts, JobSample, Report
 from diagnosis.contracts.verdict import Verdict
 from diagnosis.engine.history import JobHistory
@@ -27,9 +29,20 @@ Attempt = tuple[int, int]
 SAMPLES_REMEMBERED: Final = 1024
 STEPPING_ROUNDS_MIN: Final = 3
 ASKED_MAX: Final = 4096
+ARRIVED_MAX: Final = 4096
 MEMBERSHIPS_PER_RANK_MAX: Final = 128
 """Places in communicators that are remembered of a job, on average of its ranks. A frame holds 16 at one time."""
 _log = structlog.get_logger("registry")
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """What `node` gathered of an attempt on suspicion, and when, by the controller's clock."""
+
+    attempt: Attempt
+    node: str
+    part: Gathered
+    at: float
 
 
 @dataclass(slots=True)
@@ -91,6 +104,8 @@ class Registry:
         self.histories: dict[Attempt, JobHistory] = {}
         self.unconfirmed: set[Attempt] = set()
         self._asked: set[Attempt] = set()
+        self._arrived: deque[Arrived] = deque(maxlen=ARRIVED_MAX)
+        self._passed_over: set[str] = set()
         self._world: World | None = None
 
     def accept(self, report: Report, *, received_at: float, age_ms: int) -> Acknowledgement:
@@ -103,6 +118,7 @@ class Registry:
         if known is not None and not (fresh and (report.epoch, report.sample) > (known.epoch, known.sample)):
             known.late_reports += 1
             self._remember(known, report)
+            self._take_gathered(report, measured_at)
             return Acknowledgement()
         alive = {((sample.job_id, sample.restart), sample.uid) for sample in report.jobs if _lives(sample)}
         now = NodeNow(
@@ -122,7 +138,31 @@ class Registry:
         self.nodes[report.node] = now
         for sample in report.jobs:
             self._observe(report, sample, measured_at)
+        self._take_gathered(report, measured_at)
         return Acknowledgement()
+
+    def _take_gathered(self, report: Report, measured_at: float) -> None:
+        """Of the attempts that are watched, from a node and for an owner of theirs; also out of late reports."""
+        for part in unpack_all(report.gathered):
+            if isinstance(part, str):
+                if part not in self._passed_over:  # once: a newer daemon sends such for as long as it lives
+                    self._passed_over.add(part)
+                    _log.warning("gathered evidence passed over", node=report.node, why=part)
+                continue
+            attempt = (part.job_id, part.restart)
+            history = self.histories.get(attempt)
+            job = self._world.jobs.get(part.job_id) if self._world else None
+            if history is None or job is None or report.node not in job.nodes or job.uid != part.uid:
+                continue
+            at = measured_at - part.age_ms / 1000
+            history.witnessed.take(part, report.node, at, history)
+            self._arrived.append(Arrived(attempt, report.node, part, at))
+
+    def arrivals(self) -> list[Arrived]:
+        """What nodes have gathered since the last call."""
+        arrived = list(self._arrived)
+        self._arrived.clear()
+        return arrived
 
     def _remember(self, node: NodeNow, report: Report) -> None:
         node.recent.add((report.epoch, report.sample))

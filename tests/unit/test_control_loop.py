@@ -16,7 +16,7 @@ from controller.registry import Registry
 from controller.settings import Settings
 from controller.store.base import Incident
 from controller.store.sqlite import SqliteStore
-from diagnosis.contracts.control import CollectEvent, Evidence, HelloEvent, ProcessEvidence
+from diagnosis.contracts.control import CollectEvent, Evidence, GatherEvent, HelloEvent, ProcessEvidence
 from diagnosis.contracts.errors import AgentFault
 from diagnosis.contracts.report import GpuFacts, HardwareFacts, Report
 from diagnosis.engine.thresholds import Thresholds
@@ -46,6 +46,7 @@ class World:
         self.pause = Pause(directory)
         self.told: list[tuple[str, str]] = []
         self.asked: list[tuple[str, CollectEvent]] = []
+        self.gathers: list[tuple[str, GatherEvent]] = []
         self.throttled: set[str] = set()
         self.unheard: set[str] = set()
         self.sample = 0
@@ -74,10 +75,13 @@ class World:
         if (incident.id, change) not in self.told:
             self.told.append((incident.id, change))
 
-    def send(self, node: str, event: CollectEvent | HelloEvent) -> bool:
+    def send(self, node: str, event: CollectEvent | GatherEvent | HelloEvent) -> bool:
         """The control streams."""
-        assert isinstance(event, CollectEvent)
-        self.asked.append((node, event))
+        assert not isinstance(event, HelloEvent)
+        if isinstance(event, GatherEvent):
+            self.gathers.append((node, event))
+        else:
+            self.asked.append((node, event))
         return True
 
     def report(self) -> None:
