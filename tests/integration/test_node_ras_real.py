@@ -53,7 +53,7 @@ async def heard(members: list[Process]) -> int | None:
     return comms[0].heard if comms else None
 
 
-async def _joined(members: list[Process]) -> None:
+async def joined(members: list[Process]) -> None:
     for _ in range(200):
         if await heard(members) == RANKS:
             return
@@ -99,7 +99,7 @@ async def test_who_is_behind_and_who_is_stopped_are_told_with_rank_process_and_g
 
 async def test_where_the_one_that_listens_is_stopped_another_is_asked(newest: Layout, tmp_path: Path) -> None:
     with job(newest, tmp_path, {}) as (hosts, members):
-        await _joined(members)
+        await joined(members)
         os.kill(hosts[0].pid, signal.SIGSTOP)
         found, _ = ras.find_doors(members, Processes())
         facts = await ras.ask_twice(found, pause_s=0.1, deadline_s=7)
