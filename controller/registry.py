@@ -183,7 +183,7 @@ class Registry:
         if history is None:
             ranks_max = wire.RANKS_MAX * len(job.nodes)
             history = self.histories[attempt] = JobHistory(*attempt, self.limits, measured_at, ranks_max)
-        history.observe(report.node, report.boot_id, sample, measured_at)
+        history.observe(report.node, report.boot_id, sample, measured_at, report.network)
 
     def confirm(self, world: World) -> None:
         """Take Slurm's word on which attempts exist; forget the others."""

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from diagnosis.contracts.incident import Fabric, Floats
+from diagnosis.contracts.incident import Fabric, Floats, Job
 from diagnosis.engine.lanes import Bools
 
 GAP_MIN = 1.6
@@ -27,11 +27,14 @@ ALL_BAD = 0.75
 FULL = 0.9
 CROWDED = 2.0
 NAMED_MAX = 4
+LOSSY_MIN = 0.003
+TIMES_THE_REST = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One guilty thing. `kind`: "link" | "switch" | "rank" (the NIC at its end). `flows` bad flows it explains."""
+    """One guilty thing. `kind`: "link" | "switch" | "rank" (the NIC at its end). `flows` bad flows it explains. `node`:
+    of a link that is one node's own."""
 
     kind: str
     name: str
@@ -39,12 +42,21 @@ class Place:
     cause: str
     flows: int
     text: str
+    node: str | None = None
 
 
-def locate(fabric: Fabric, clean: Collection[int] = ()) -> list[Place]:
+def behind_own_link(job: Job, fabric: Fabric) -> set[int]:
+    """Ranks whose node's own link is among the links: what slows all their flows is that link, as far as flows tell."""
+    ends = {*fabric.a, *fabric.b}
+    linked = np.array([name in ends for name in job.node_names], np.bool_)
+    return set(np.flatnonzero((job.node >= 0) & linked[job.node]).tolist()) if len(linked) else set()
+
+
+def locate(fabric: Fabric, clean: Collection[int] = (), nodes: Collection[str] = ()) -> list[Place]:
     """The guilty things, those that explain most first; empty where no flow is bad or nothing explains the bad ones.
 
-    `clean`: ranks whose NIC has told its counters and is well; they are not suspected for their flows.
+    `clean`: ranks whose NIC has told its counters and is well; they are not suspected for their flows. `nodes`: names
+    of nodes, to know a node's own link by.
     """
     spared = {("rank", str(rank)) for rank in clean}
     bad = _bad_flows(fabric)
@@ -63,7 +75,7 @@ def locate(fabric: Fabric, clean: Collection[int] = ()) -> list[Place]:
                 best, best_key = key, (gain, -_breadth(key[0]))
         if best is None or best_key[0] < max(1, int(0.1 * bad.sum())):
             break
-        found.append(_place(fabric, best, candidates[best], bad))
+        found.append(_place(fabric, best, candidates[best], bad, nodes))
         left[candidates[best]] = False
     return found
 
@@ -94,7 +106,16 @@ def _bad_flows(fabric: Fabric) -> Bools:
         if not np.isfinite(rate).any():
             rate = 1 / fabric.rtt_us[alike]
         bad[alike[_below_gap(rate)]] = True
-    return bad
+    return bad if bad.any() else _lossy(fabric)
+
+
+def _lossy(fabric: Fabric) -> Bools:
+    """Flows that send clearly more again than the best quarter does (P,)."""
+    if len(fabric.resent) != len(fabric.gbps) or np.isnan(fabric.resent).all():
+        return np.zeros(len(fabric.gbps), np.bool_)
+    usual = float(np.nanquantile(fabric.resent, 0.25))
+    with np.errstate(invalid="ignore"):
+        return np.asarray(fabric.resent >= max(LOSSY_MIN, TIMES_THE_REST * usual), np.bool_)
 
 
 def _below_gap(rate: Floats) -> NDArray[np.int64]:
@@ -111,7 +132,7 @@ def _below_gap(rate: Floats) -> NDArray[np.int64]:
 def _candidates(fabric: Fabric) -> dict[tuple[str, str], np.ndarray]:
     """Flows through each link, switch and end; a switch or end needs two flows to be a candidate."""
     flows: dict[tuple[str, str], list[int]] = {}
-    ends = {name for pair in zip(fabric.a, fabric.b, strict=True) for name in pair}
+    ends = {name for pair in zip(fabric.a, fabric.b, strict=True) for name in pair if name}
     for flow in range(len(fabric.gbps)):
         path = fabric.path[fabric.path_start[flow] : fabric.path_start[flow + 1]]
         passed = {name for link in path for name in (fabric.a[link], fabric.b[link]) if name in ends}
@@ -125,12 +146,16 @@ def _candidates(fabric: Fabric) -> dict[tuple[str, str], np.ndarray]:
     return {key: np.array(list_, np.int64) for key, list_ in distinct.items() if key[0] == "link" or len(list_) >= 2}
 
 
-def _place(fabric: Fabric, key: tuple[str, str], flows: np.ndarray, bad: Bools) -> Place:
+def _place(fabric: Fabric, key: tuple[str, str], flows: np.ndarray, bad: Bools, nodes: Collection[str]) -> Place:
     kind, name = key
     explained = int(bad[flows].sum())
     if kind == "rank":
         text = f"{explained} of {len(flows)} flows at rank {name} are slow, and nothing else is common to them"
         return Place("rank", name, int(name), "nic_degraded", explained, text)
+    own = _nodes_of(fabric, name, nodes) if kind == "link" else []
+    if own:
+        text = f"{explained} of {len(flows)} flows through {name} are {_fault(fabric, flows)}, and few others are"
+        return Place("link", name, None, "link_fault", explained, text, own[0] if len(own) == 1 else None)
     load = _load(fabric)
     mine = [i for i, link in enumerate(fabric.links) if link == name or name in (fabric.a[i], fabric.b[i])]
     used = [i for i in mine if load[i] > 0]
@@ -148,6 +173,22 @@ def _place(fabric: Fabric, key: tuple[str, str], flows: np.ndarray, bad: Bools) 
         words = "it is slow although it is not full"
     text = f"{explained} of {len(flows)} flows through {name} are slow; {words}"
     return Place(kind, name, None, cause, explained, text)
+
+
+def _nodes_of(fabric: Fabric, link: str, nodes: Collection[str]) -> list[str]:
+    """The nodes at the ends of a link: one, if it is that node's own, or the two between which it stands for all."""
+    at = fabric.links.index(link)
+    return [end for end in (fabric.a[at], fabric.b[at]) if end in nodes]
+
+
+def _fault(fabric: Fabric, flows: np.ndarray) -> str:
+    """What is wrong with flows, in words."""
+    if dead_flows(fabric)[flows].any():
+        return "dead: data is under way and nothing is acknowledged"
+    if np.isfinite(fabric.rtt_us[flows]).any():
+        return f"slow (round trips of up to {np.nanmax(fabric.rtt_us[flows]) / 1000:.1f} ms)"
+    lost = np.isfinite(fabric.resent[flows]).any() if len(fabric.resent) else False
+    return f"lossy (up to {100 * np.nanmax(fabric.resent[flows]):.1f} % sent again)" if lost else "slow"
 
 
 def _share(fabric: Fabric, kind: str, name: str, flows: int) -> float:

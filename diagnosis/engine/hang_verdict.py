@@ -8,7 +8,7 @@ from diagnosis.contracts.verdict import DOMAIN_OF_CAUSE, Action, Culprit, Eviden
 from diagnosis.engine import words
 from diagnosis.engine.accused import name_gpus
 from diagnosis.engine.cuts import Cut, find_cut
-from diagnosis.engine.fabric import dead_flows, locate
+from diagnosis.engine.fabric import behind_own_link, dead_flows, locate
 from diagnosis.engine.lanes import Lanes
 from diagnosis.engine.shapes import usual_steps
 from diagnosis.engine.thresholds import Thresholds
@@ -239,7 +239,7 @@ def _stands_inside(case: _Case, culprits: list[Culprit]) -> Verdict:
 
 
 def _action_inside(culprits: list[Culprit]) -> Action:
-    nodes = sorted({c.node for c in culprits if c.node is not None and c.kind != "link"})
+    nodes = sorted({c.node for c in culprits if c.node is not None})
     convicted = sorted(
         {
             c.node
@@ -346,7 +346,8 @@ def _dead_links(case: _Case) -> list[Culprit]:
     fabric = case.lanes.incident.fabric
     if fabric is None or not dead_flows(fabric).any():
         return []
-    places = [place for place in locate(fabric, _well_connected(case)) if place.kind in ("link", "switch")]
+    spared = _well_connected(case) | behind_own_link(case.job, fabric)
+    places = [one for one in locate(fabric, spared, case.job.node_names) if one.kind in ("link", "switch")]
     for place in places:
         case.evidence.append(EvidenceItem(kind="flows", text=place.text, witness="network"))
     return [
@@ -354,6 +355,7 @@ def _dead_links(case: _Case) -> list[Culprit]:
             kind=place.kind,
             link=place.name if place.kind == "link" else None,
             switch=place.name if place.kind == "switch" else None,
+            node=place.node,
             cause="link_fault",
             domain="network",
             confidence=FLOWS_DEAD,

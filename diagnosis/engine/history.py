@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from diagnosis.contracts import report as wire
 from diagnosis.contracts.columns import null_of, unpack
 from diagnosis.contracts.errors import AgentFault
+from diagnosis.engine.flows import NetworkHistory, Topology
 from diagnosis.engine.gathered import Witnessed
 from diagnosis.engine.thresholds import Thresholds
 
@@ -79,6 +80,8 @@ class Window:
     dur_ms: Floats
     period_ms: float
     ended_at: float
+    dur_min_ms: Floats
+    dur_max_ms: Floats
 
 
 _Round = dict[int, tuple[int, int]]
@@ -140,7 +143,10 @@ class CommHistory:
         heard = ~np.isnan(told[:, :, 0]).all(axis=0)
         means = np.full((len(self.members), 2), np.nan)
         means[heard] = np.nanmean(told[:, heard], axis=0) / 1e3
-        window = Window(len(self._ready), means[:, 0], means[:, 1], float(np.nanmean(means.sum(axis=1))), at)
+        least, most = np.full(len(self.members), np.nan), np.full(len(self.members), np.nan)
+        least[heard], most[heard] = (of(told[:, heard, 1], axis=0) / 1e3 for of in (np.nanmin, np.nanmax))
+        period_ms = float(np.nanmean(means.sum(axis=1)))
+        window = Window(len(self._ready), means[:, 0], means[:, 1], period_ms, at, least, most)
         self._ready, self._ready_s = [], 0.0
         self.windows.append(window)
         if len(self.baseline) < limits.baseline_windows:
@@ -166,8 +172,17 @@ class JobHistory:
     conflicts: set[int] = field(default_factory=set)
     last_report_at: float = 0.0
     witnessed: Witnessed = field(default_factory=Witnessed)
+    network: NetworkHistory = field(default_factory=NetworkHistory)
+    topology: Topology = field(default_factory=dict)
 
-    def observe(self, node: str, boot_id: str, sample: wire.JobSample, measured_at: float) -> None:
+    def observe(
+        self,
+        node: str,
+        boot_id: str,
+        sample: wire.JobSample,
+        measured_at: float,
+        network: wire.NetworkFacts | None = None,
+    ) -> None:
         """Take in one node's words. Raises AgentFault (reason `columns` or `ranks`) where the tables are unsound."""
         ranks = unpack(sample.ranks, wire.RANK_DTYPE, wire.RANKS_MAX)
         comms = unpack(sample.comms, wire.COMM_DTYPE, wire.COMM_ROWS_MAX)
@@ -177,6 +192,7 @@ class JobHistory:
         self.uid = sample.uid
         self.last_report_at = max(self.last_report_at, measured_at)
         owned = [self._observe_rank(node, boot_id, row, measured_at) for row in ranks]
+        self.network.observe(node, owned, sample, network, measured_at)
         placed = [self._observe_comm(row, owned[int(row["rank_row"])], measured_at) for row in comms]
         for row in rounds:
             place = placed[int(row["comm_row"])]

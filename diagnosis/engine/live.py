@@ -72,7 +72,7 @@ def examine(history: JobHistory, gpus: GpusOfNode, now: float) -> Judged:
     recent = slow_windows(history, now)
     if recent:
         limits = replace(history.limits, slow_job_min=0.0)
-        return _judge(_incident(history, _slow_rows(history, recent), gpus, notes, limits))
+        return _judge(_incident(history, _slow_rows(history, recent), gpus, now, notes, limits))
     return Judged(Verdict(job_id=history.job_id, anomaly="none", unseen=list(notes)), None)
 
 
@@ -90,7 +90,7 @@ def incident_of(history: JobHistory, gpus: GpusOfNode, now: float) -> Incident:
     }
     rows = _slow_rows(history, recent) or _hang_rows(history, now)
     limits = replace(_hang_limits(history, 1.0), slow_job_min=history.limits.slow_ratio - 1)
-    return _incident(history, rows, gpus, _unseen(history, now), limits)
+    return _incident(history, rows, gpus, now, _unseen(history, now), limits)
 
 
 def _judge(incident: Incident) -> Judged:
@@ -148,7 +148,7 @@ def _is_slow(comm: CommHistory, windows: list[Window], limits: Thresholds) -> bo
 
 def _judge_hang(history: JobHistory, gpus: GpusOfNode, now: float, share: float, notes: tuple[str, ...]) -> Judged:
     """The engine's word on a job that has been quiet for a part of its bound."""
-    return _judge(_incident(history, _hang_rows(history, now), gpus, notes, _hang_limits(history, share)))
+    return _judge(_incident(history, _hang_rows(history, now), gpus, now, notes, _hang_limits(history, share)))
 
 
 def _hang_limits(history: JobHistory, share: float) -> Thresholds:
@@ -220,11 +220,14 @@ def _slow_rows(history: JobHistory, recent: dict[int, list[Window]]) -> _Rows:
             continue
         for sample, windows in enumerate((comm.baseline, recent[comm.comm_id])):
             rounds = _MS / float(np.median([window.period_ms for window in windows]))
-            gap, dur = _median(windows, "gap_ms", len(comm.members)), _median(windows, "dur_ms", len(comm.members))
+            gap, dur, least, most = (
+                _median(windows, name, len(comm.members)) for name in ("gap_ms", "dur_ms", "dur_min_ms", "dur_max_ms")
+            )
             for place, member in enumerate(comm.members.values()):
                 newest = member.seq if member.done_seq is None else member.done_seq
                 row = {"state": State.DONE, "seq": float(newest), "rounds": rounds}
-                row |= {"gap_ms": rounds * gap[place], "dur_ms": rounds * dur[place], "dur_min_ms": dur[place]}
+                row |= {"gap_ms": rounds * gap[place], "dur_ms": rounds * dur[place], "dur_min_ms": least[place]}
+                row |= {"dur_max_ms": most[place]}
                 rows.append((member.rank, sample, number, row))
     return rows
 
@@ -246,7 +249,7 @@ def _median(windows: Iterable[Window], name: str, members: int) -> Floats:
 
 
 def _incident(
-    history: JobHistory, rows: _Rows, gpus: GpusOfNode, notes: tuple[str, ...], limits: Thresholds
+    history: JobHistory, rows: _Rows, gpus: GpusOfNode, now: float, notes: tuple[str, ...], limits: Thresholds
 ) -> Incident:
     job = _job(history)
     comms = list(history.comms.values())
@@ -265,6 +268,8 @@ def _incident(
         frames=_frames(history, rows),
         process_state={rank.rank: rank.process_state for rank in history.ranks.values() if rank.process_state},
         nvml=_nvml(gpus, job.node_names),
+        ib=history.network.ports(job.node_names, now, limits.stale_after_s),
+        fabric=history.network.fabric(history.topology, now, limits.stale_after_s),
         thresholds=asdict(limits),
         unseen=notes,
         ras=history.witnessed.ras_since(history.quiet_since),
@@ -281,7 +286,8 @@ def _job(history: JobHistory) -> Job:
     for rank in history.ranks.values():
         node[rank.rank] = number[rank.node]
         gpu[rank.rank] = -1 if rank.gpu is None else rank.gpu
-    return Job(job_id=history.job_id, world_size=world, node_names=names, node=node, gpu=gpu)
+    nics = history.network.nic_of_gpu({rank.rank: rank.gpu for rank in history.ranks.values()})
+    return Job(job_id=history.job_id, world_size=world, node_names=names, node=node, gpu=gpu, nic_of_gpu=nics)
 
 
 def _frames(history: JobHistory, rows: _Rows) -> Frames:
@@ -321,7 +327,7 @@ def _frames(history: JobHistory, rows: _Rows) -> Frames:
         rounds=column("rounds"),
         dur_ms=column("dur_ms"),
         dur_min_ms=column("dur_min_ms"),
-        dur_max_ms=nothing,
+        dur_max_ms=column("dur_max_ms"),
         gap_ms=column("gap_ms"),
     )
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from diagnosis.engine.blame import Blame
-from diagnosis.engine.fabric import Place, locate
+from diagnosis.engine.fabric import Place, behind_own_link, locate
 from diagnosis.engine.lanes import Lanes
 from diagnosis.engine.slowness import Slowness
 from diagnosis.engine.witnesses import Finding, Witnesses
@@ -75,7 +75,8 @@ def _of_network(lanes: Lanes, slow: Slowness, comms: list[int], witnesses: Witne
     members = _members(lanes, comms)
     by_nic = [guilty for rank in members for guilty in [_nic_witness(lanes, rank, witnesses)] if guilty is not None]
     clean = set(_told_by_nic(lanes)) - {guilty.rank for guilty in by_nic}
-    places = locate(fabric, clean) if fabric is not None else []
+    job = lanes.incident.job
+    places = locate(fabric, clean | behind_own_link(job, fabric), job.node_names) if fabric is not None else []
     if by_nic:
         by_nic = _origin(by_nic)
         if len(by_nic) <= max(NAMED_MAX, len(members) // 4) and _explain_all(lanes, slow, comms, by_nic):
@@ -101,9 +102,7 @@ def _nic_witness(lanes: Lanes, rank: int, witnesses: Witnesses) -> Guilty | None
     said += [f for f in witnesses.about(node, gpu, nic) if f.cause in BUS_CAUSES and f.entity == gpu]
     if not said:
         return None
-    order = {
-        cause: place for place, cause in enumerate((*NIC_SAYS[:1], "transceiver_errors", *NIC_SAYS, *BUS_CAUSES))
-    }
+    order = {cause: place for place, cause in enumerate((*NIC_SAYS[:1], "transceiver_errors", *NIC_SAYS, *BUS_CAUSES))}
     said.sort(key=lambda finding: order.get(finding.cause, 99))
     return Guilty(rank, node, said[0].cause, tuple(said))
 

@@ -177,6 +177,7 @@ def _of_guilty(case: Case, guilty: Guilty, blame: Blame) -> Culprit:
             kind=guilty.place.kind,
             link=guilty.place.name if guilty.place.kind == "link" else None,
             switch=guilty.place.name if guilty.place.kind == "switch" else None,
+            node=guilty.place.node,
             cause=cause,
             domain=domain,
             confidence=PLACE,
@@ -214,8 +215,11 @@ def _action(case: Case, culprits: list[Culprit], blame: Blame) -> Action:
     )
     network = [c for c in culprits if c.domain == "network"]
     flag = "nic" if any(c.kind == "nic" for c in network) else "fabric" if network else None
+    beyond = sorted({c.node for c in culprits if c.kind == "link" and c.node is not None})
     if drain:
-        return Action(kind="drain", nodes=drain, requeue=True, exclude=drain, flag=flag)
+        return Action(kind="drain", nodes=drain, requeue=True, exclude=sorted({*drain, *beyond}), flag=flag)
+    if beyond:  # nothing of the node's own is at fault, but elsewhere the job is rid of that link
+        return Action(kind="requeue", requeue=True, exclude=beyond, flag=flag)
     if culprits and any(c.cause != "unknown" for c in culprits):
         return Action(kind="notify", flag=flag)
     if blame.comms and not culprits:

@@ -111,14 +111,17 @@ def unsure(culprits: Sequence[Culprit], confidence_min: float) -> str | None:
 
 
 def not_convicted(verdict: Verdict, nodes: Sequence[str]) -> str | None:
-    """A node is drained for its hardware or its own NIC, named for each, and on the word of two witnesses.
+    """A node is drained for its hardware or its own NIC, and left for the link to it, named for each, and on the word
+    of two witnesses.
 
     What a job can write is one witness however often it speaks, so another must be among them.
     """
-    if verdict.action.kind != "drain":
-        return "the verdict does not ask for a drain"
+    if verdict.action.kind not in ("drain", "requeue"):
+        return "the verdict asks neither for a drain nor for a requeue"
     for node in nodes:
-        if not any(culprit.node == node and _of_the_node(culprit) for culprit in verdict.culprits):
+        accused = [culprit for culprit in verdict.culprits if culprit.node == node]
+        left = node not in verdict.action.nodes and any(_to_the_node(culprit) for culprit in accused)
+        if not left and not any(_of_the_node(culprit) for culprit in accused):
             return f"no hardware of {node} is convicted"
     witnesses = _witnesses(verdict.evidence)
     if len(witnesses) < 2 or not witnesses - {"job"}:
@@ -130,6 +133,10 @@ def _of_the_node(culprit: Culprit) -> bool:
     return culprit.domain == "hardware" or (
         culprit.domain == "network" and culprit.kind == "nic" and culprit.cause in NIC_CAUSES
     )
+
+
+def _to_the_node(culprit: Culprit) -> bool:
+    return culprit.domain == "network" and culprit.kind == "link"
 
 
 def _witnesses(evidence: Iterable[EvidenceItem]) -> set[str]:

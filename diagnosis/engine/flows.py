@@ -1,0 +1,316 @@
+"""What kernels tell of one job's network, joined: connections with both their ends, ports, and the paths between.
+
+Each node tells the TCP connections of its own ranks by local and remote address. A connection is known by its two ends,
+so what both nodes tell of it is one *flow*, and the rank at the far end is whoever has the same pair the other way
+round; that is remembered when the far node falls silent. Flows inside a node, and those to whoever is no rank of the
+job, say nothing of the network between its nodes and are left out.
+
+A flow is *busy* while it carries data: only then does its round trip speak of now. It is *dead* when data is under
+way, the sender has doubled its timer more than once and nothing was acknowledged for seconds; a receiver that is merely
+stopped does not look so, for its kernel goes on acknowledging. Round trips are compared with the flow's own healthy
+past: where none grew clearly, they say nothing, and none is told.
+
+Paths come from a tree of switches (Slurm's topology.conf). Without one each node has a link of its own to an unknown
+fabric. Links that the same flows take cannot be told apart and are one: of a job on two nodes, the path between them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Final
+
+import numpy as np
+
+from diagnosis.contracts import report as wire
+from diagnosis.contracts.columns import null_of, unpack
+from diagnosis.contracts.incident import Fabric, HealthTable
+from diagnosis.contracts.report import NetworkFacts, NicFacts
+
+ENDS_MAX: Final = 65_536
+"""Ends of connections that are remembered of a job."""
+FORGET_S: Final = 60.0
+BUSY_BYTES_PER_S: Final = 32_768
+PAST_SKIPPED: Final = 2
+PAST_KEPT: Final = 8
+RECENT: Final = 3
+GROWN_TIMES: Final = 2.0
+GROWN_US: Final = 500.0
+DEAD_BACKOFF: Final = 2
+DEAD_MS: Final = 1500
+NIC_PAST_S: Final = 120.0
+NIC_LOOKS_MAX: Final = 128
+BEYOND: Final = "fabric"
+"""Stands in names for all that lies beyond a node's own link where no topology is told."""
+SWITCHES_DEEP_MAX: Final = 16
+_NIC_COUNTERS: Final = (
+    "symbol_errors",
+    "link_downed",
+    "rx_discards",
+    "rx_pause",
+    "tx_pause",
+    "out_of_sequence",
+    "retransmits",
+    "cnp_handled",
+)
+
+Endpoint = tuple[str, int]
+Topology = Mapping[str, str]
+"""The switch above each node and each switch."""
+
+
+@dataclass(slots=True)
+class FlowEnd:
+    """One end of a connection as its own kernel tells it. None: not told."""
+
+    rank: int
+    node: str
+    measured_at: float = 0.0
+    looks: int = 0
+    busy: bool = False
+    ever_busy: bool = False
+    dead: bool = False
+    resent: float | None = None
+    past_us: list[float] = field(default_factory=list)
+    recent_us: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
+
+    @property
+    def rtt_us(self) -> float | None:
+        """The round trip of the newest busy looks."""
+        return float(np.median(self.recent_us)) if self.recent_us else None
+
+    @property
+    def grown(self) -> bool:
+        """Whether the round trip is clearly longer than it was."""
+        if len(self.past_us) < PAST_KEPT or self.rtt_us is None:
+            return False
+        usual = float(np.median(self.past_us))
+        return self.rtt_us >= max(GROWN_TIMES * usual, usual + GROWN_US)
+
+
+@dataclass(slots=True)
+class NetworkHistory:
+    """The network of one job attempt; bounded by ENDS_MAX, and by the nodes that Slurm gave to the job."""
+
+    ends: dict[tuple[Endpoint, Endpoint], FlowEnd] = field(default_factory=dict)
+    node_of: dict[str, str] = field(default_factory=dict)
+    nic_of_rank: dict[int, str] = field(default_factory=dict)
+    nics: dict[str, deque[tuple[float, list[NicFacts]]]] = field(default_factory=dict)
+    looked_at: dict[str, float] = field(default_factory=dict)
+
+    def observe(
+        self, node: str, ranks: Sequence[int | None], sample: wire.JobSample, network: NetworkFacts | None, at: float
+    ) -> None:
+        """Take in one node's words; `ranks`: whom each row of its rank table speaks for. Raises AgentFault where the
+        table is unsound."""
+        table = unpack(sample.flows, wire.FLOW_DTYPE, wire.FLOW_ROWS_MAX)
+        if network is None or network.state != "ok":
+            return
+        looked_at = at - network.age_ms / 1000
+        if looked_at <= self.looked_at.get(node, -np.inf) + 0.001:
+            return  # the same look again: the daemon reports more often than it looks
+        self.looked_at[node] = looked_at
+        looks = self.nics.setdefault(node, deque(maxlen=NIC_LOOKS_MAX))
+        looks.append((looked_at, network.nics))
+        while looked_at - looks[0][0] > NIC_PAST_S:
+            looks.popleft()
+        for row in table:
+            self._observe_flow(node, ranks, network, row, looked_at)
+        for key, end in list(self.ends.items()):
+            if end.node == node and end.measured_at < looked_at - FORGET_S:
+                del self.ends[key]
+
+    def _observe_flow(
+        self, node: str, ranks: Sequence[int | None], network: NetworkFacts, row: np.void, at: float
+    ) -> None:
+        places = [int(row[name]) for name in ("rank_row", "local", "remote")]
+        if places[0] >= len(ranks) or max(places[1:]) >= len(network.addresses):
+            return
+        rank, nic = ranks[places[0]], network.nic_of[places[1]]
+        if rank is None or not nic or nic == "lo":
+            return
+        local, remote = network.addresses[places[1]], network.addresses[places[2]]
+        self.node_of[local] = node if self.node_of.get(local, node) == node else ""
+        self.nic_of_rank[rank] = nic
+        key = ((local, int(row["local_port"])), (remote, int(row["remote_port"])))
+        end = self.ends.get(key)
+        if end is None:
+            if len(self.ends) >= ENDS_MAX:
+                return
+            end = self.ends[key] = FlowEnd(rank, node)
+        _update(end, row, network.window_ms / 1000, at)
+
+    # -- for the engine --------------------------------------------------------------------------------------------
+
+    def fabric(self, topology: Topology, now: float, stale_s: float) -> Fabric | None:
+        """Flows between nodes and the links they take. None where no flow is known that was ever busy, or is dead."""
+        flows = self._flows(now, stale_s)
+        if not flows:
+            return None
+        told = any(end.grown for flow in flows for end in flow.fresh)
+        links = _Links(topology, [flow.nodes for flow in flows])
+        nothing = np.full(len(flows), np.nan)
+        return Fabric(
+            links=tuple(links.names),
+            a=tuple(links.a),
+            b=tuple(links.b),
+            capacity_gbps=np.full(len(links.names), np.nan),
+            comm=np.full(len(flows), -1, np.int32),
+            src=np.array([flow.ranks[0] for flow in flows], np.int32),
+            dst=np.array([flow.ranks[1] for flow in flows], np.int32),
+            gbps=np.where([flow.dead for flow in flows], 0.0, nothing),
+            rtt_us=np.array([flow.rtt_us for flow in flows], np.float64) if told else nothing,
+            path_start=np.concatenate([[0], np.cumsum([len(path) for path in links.paths])]).astype(np.int64),
+            path=np.array([link for path in links.paths for link in path], np.int32),
+            resent=np.array([flow.resent for flow in flows], np.float64),
+        )
+
+    def _flows(self, now: float, stale_s: float) -> list[_Flow]:
+        found: dict[frozenset[Endpoint], _Flow] = {}
+        for (local, remote), end in self.ends.items():
+            far = self.ends.get((remote, local))
+            node = far.node if far is not None else self.node_of.get(remote[0])
+            if not node or node == end.node:
+                continue
+            flow = found.setdefault(
+                frozenset((local, remote)),
+                _Flow((end.rank, far.rank if far is not None else -1), (end.node, node), []),
+            )
+            if now - end.measured_at <= stale_s:
+                flow.fresh.append(end)
+        return [flow for flow in found.values() if flow.dead or any(end.ever_busy for end in flow.fresh)]
+
+    def ports(self, names: Sequence[str], now: float, stale_s: float) -> HealthTable | None:
+        """The ports of these nodes as a table of NICs; counters tell what was added lately. None where none is told.
+
+        A port that was never seen up is left without a state: it may not be in use at all.
+        """
+        rows: list[tuple[int, NicFacts, dict[str, float]]] = []
+        for place, name in enumerate(names):
+            looks = self.nics.get(name)
+            if not looks or now - looks[-1][0] > stale_s:
+                continue
+            before = {nic.name: nic for nic in looks[0][1]}
+            seen_up = {nic.name for _, nics in looks for nic in nics if nic.up}
+            for nic in looks[-1][1]:
+                rows.append((place, nic, _port_values(nic, before.get(nic.name, nic), nic.name in seen_up)))
+        if not rows:
+            return None
+        columns = ("link", "speed_gbps", "speed_max_gbps", *_NIC_COUNTERS)
+        return HealthTable(
+            node=np.array([place for place, _, _ in rows], np.int32),
+            entity=tuple(nic.name for _, nic, _ in rows),
+            values={name: np.array([values[name] for _, _, values in rows], np.float64) for name in columns},
+        )
+
+    def nic_of_gpu(self, gpu_of_rank: Mapping[int, int | None]) -> dict[int, str]:
+        """The port that the connections of a GPU's ranks lie on, where all its ranks agree."""
+        found: dict[int, set[str]] = {}
+        for rank, nic in self.nic_of_rank.items():
+            gpu = gpu_of_rank.get(rank)
+            if gpu is not None:
+                found.setdefault(gpu, set()).add(nic)
+        return {gpu: min(nics) for gpu, nics in sorted(found.items()) if len(nics) == 1}
+
+
+@dataclass(slots=True)
+class _Flow:
+    """A connection. `fresh`: its ends that were told lately."""
+
+    ranks: tuple[int, int]
+    nodes: tuple[str, str]
+    fresh: list[FlowEnd]
+
+    @property
+    def dead(self) -> bool:
+        return any(end.dead for end in self.fresh)
+
+    @property
+    def rtt_us(self) -> float:
+        return max((end.rtt_us for end in self.fresh if end.busy and end.rtt_us is not None), default=np.nan)
+
+    @property
+    def resent(self) -> float:
+        return max((end.resent for end in self.fresh if end.resent is not None), default=np.nan)
+
+
+def _update(end: FlowEnd, row: np.void, window_s: float, at: float) -> None:
+    acked, received = _known(row, "acked_bytes"), _known(row, "received_bytes")
+    end.measured_at = at
+    end.busy = window_s > 0 and (acked or 0) + (received or 0) >= BUSY_BYTES_PER_S * window_s
+    unacked, backoff, age_ms = (_known(row, name) for name in ("unacked", "backoff", "ack_age_ms"))
+    end.dead = bool(unacked) and (backoff or 0) >= DEAD_BACKOFF and (age_ms or 0) >= DEAD_MS
+    segments, resent = _known(row, "segments"), _known(row, "resent")
+    end.resent = resent / segments if segments and resent is not None and end.busy else None
+    rtt = _known(row, "rtt_us")
+    if not end.busy or rtt is None:
+        return
+    end.ever_busy = True
+    end.looks += 1
+    end.recent_us.append(float(rtt))
+    if end.looks > PAST_SKIPPED and len(end.past_us) < PAST_KEPT:
+        end.past_us.append(float(rtt))
+
+
+def _known(row: np.void, name: str) -> int | None:
+    value = int(row[name])
+    return None if value == null_of(wire.FLOW_DTYPE[name]) else value
+
+
+def _port_values(nic: NicFacts, before: NicFacts, seen_up: bool) -> dict[str, float]:
+    values = {
+        "link": np.nan if nic.up is None or not seen_up else float(nic.up),
+        "speed_gbps": np.nan if nic.speed_gbps is None else nic.speed_gbps,
+        "speed_max_gbps": np.nan if nic.speed_max_gbps is None else nic.speed_max_gbps,
+    }
+    for name in _NIC_COUNTERS:
+        new, old = getattr(nic, name), getattr(before, name)
+        values[name] = np.nan if new is None or old is None or new < old else float(new - old)
+    return values
+
+
+class _Links:
+    """The links that flows between pairs of nodes take. `paths`: per flow, indices into `names`."""
+
+    def __init__(self, topology: Topology, pairs: Sequence[tuple[str, str]]) -> None:
+        paths = [_path(topology, *pair) for pair in pairs]
+        takers: dict[tuple[str, str], list[int]] = {}
+        for flow, path in enumerate(paths):
+            for link in path:
+                takers.setdefault(link, []).append(flow)
+        alike: dict[tuple[int, ...], list[tuple[str, str]]] = {}
+        for link, flows in takers.items():
+            alike.setdefault(tuple(flows), []).append(link)
+        self.names: list[str] = []
+        self.a: list[str] = []
+        self.b: list[str] = []
+        self.paths: list[list[int]] = [[] for _ in pairs]
+        nodes = {node for pair in pairs for node in pair}
+        for alike_flows, links in alike.items():
+            ends = [end for link in links for end in link]
+            mine = sorted(set(ends) & nodes)
+            a, b = (mine[0], mine[1]) if len(mine) > 1 else (links[0][0], links[-1][1])
+            for flow in alike_flows:
+                self.paths[flow].append(len(self.names))
+            self.names.append(f"{a}-{b or BEYOND}")
+            self.a.append(a)
+            self.b.append(b)
+
+
+def _path(topology: Topology, one: str, other: str) -> list[tuple[str, str]]:
+    """Links as (lower end, upper end), up from both ends to where they meet; each node's own where nothing is known."""
+    up, down = _above(topology, one), _above(topology, other)
+    if len(up) < 2 or len(down) < 2:
+        return [(one, ""), (other, "")]
+    meeting = next((switch for switch in up if switch in down), None)
+    ways = [way[: way.index(meeting) + 1] if meeting is not None else way for way in (up, down)]
+    return [link for way in ways for link in pairwise(way)]
+
+
+def _above(topology: Topology, name: str) -> list[str]:
+    way = [name]
+    while len(way) < SWITCHES_DEEP_MAX and (above := topology.get(way[-1])) is not None:
+        way.append(above)
+    return way
