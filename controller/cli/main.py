@@ -267,6 +267,29 @@ def replay(
         raise typer.Exit(ExitCode.PROBLEM)
 
 
+@app.command()
+def node(
+    once: Annotated[
+        bool, typer.Option("--once", help="Look once and print; the daemon is tocsin-node-daemon.")
+    ] = False,
+    seconds: Annotated[float, typer.Option(min=0, max=600, help="Watch for so long, to tell the time of a step.")] = 5,
+    config: Annotated[Path | None, typer.Option("--config", "-c", help="The daemon's node.toml.")] = None,
+    frame_root: Annotated[Path | None, typer.Option(help="Where the frames lie. Default: as node.toml says.")] = None,
+    name: Annotated[str | None, typer.Option("--node", help="The node's name. Default: as node.toml says.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """The ranks of this node, the odd ones first. Needs no controller; root sees all users' jobs."""
+    from controller.cli.node_once import lines_of, node_now  # numpy, NVML
+
+    if not once:
+        raise typer.BadParameter("give --once; what runs for ever is tocsin-node-daemon")
+    try:
+        now = node_now(config, frame_root, name, seconds)
+    except (OperatorFault, OSError) as fault:
+        _fail(str(fault))
+    _print(msgspec.json.encode(now), as_json, lambda: lines_of(now))
+
+
 @app.command("node-key")
 def node_key(
     node: Annotated[str, typer.Argument(help="The node's name in Slurm.")], config: ConfigOption = None
