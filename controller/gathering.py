@@ -15,7 +15,7 @@ import structlog
 
 from controller.registry import Attempt
 from controller.store.base import Store
-from diagnosis.contracts.control import CollectEvent, Evidence, GatherEvent, HelloEvent
+from diagnosis.contracts.control import ArmEvent, CollectEvent, Evidence, GatherEvent, HelloEvent
 from diagnosis.contracts.errors import AgentFault
 from diagnosis.engine.history import JobHistory
 
@@ -23,6 +23,8 @@ WAIT_S: Final = 5.0
 """How long an act waits for answers that were asked for."""
 ANSWERS_MAX: Final = 64
 RAS_NODES_MAX: Final = 8
+ARM_AGAIN_S: Final = 60.0
+"""A daemon that was asked too early drops the request, and will be asked again."""
 KIND: Final = "processes"
 _log = structlog.get_logger("gathering")
 
@@ -30,7 +32,7 @@ _log = structlog.get_logger("gathering")
 class Channels(Protocol):
     """The part of the control streams that is used here."""
 
-    def send(self, node: str, event: CollectEvent | GatherEvent | HelloEvent) -> bool:
+    def send(self, node: str, event: CollectEvent | GatherEvent | HelloEvent | ArmEvent) -> bool:
         """False: the node's daemon does not listen now."""
 
 
@@ -53,6 +55,16 @@ class Gathering:
         self._channels = channels
         self._new_id = new_id
         self._questions: dict[Attempt, _Question] = {}
+        self._armed_at: dict[Attempt, float] = {}
+
+    def arm(self, history: JobHistory, now: float) -> None:
+        """Let the probes of a job that is slow tell more for a while. How often that may be the nodes see to."""
+        self._armed_at = {attempt: at for attempt, at in self._armed_at.items() if now - at < ARM_AGAIN_S}
+        attempt = (history.job_id, history.restart)
+        if attempt not in self._armed_at:
+            self._armed_at[attempt] = now
+            for node in history.nodes():
+                self._channels.send(node, ArmEvent(job_id=history.job_id, restart=history.restart))
 
     def ask(self, history: JobHistory, ranks: list[int], now: float) -> None:
         """Ask the suspects' nodes once."""

@@ -209,6 +209,8 @@ class ControlLoop:
     def _suspect(self, attempt: Attempt, now: float) -> None:
         """Ask early, since afterwards there is nothing left to ask."""
         history = self._registry.histories[attempt]
+        if self.verdicts[attempt].anomaly == "slow":
+            self._gathering.arm(history, now)
         ranks = suspects(history, now, SUSPICION_SHARE)
         if ranks:
             self._gathering.ask(history, ranks, now)

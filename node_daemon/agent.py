@@ -14,9 +14,10 @@ import time
 from typing import Final
 
 from diagnosis.contracts.columns import rows_of
-from diagnosis.contracts.control import CollectEvent, GatherEvent, HelloEvent
+from diagnosis.contracts.control import ArmEvent, CollectEvent, GatherEvent, HelloEvent
 from diagnosis.contracts.errors import OperatorFault
 from diagnosis.contracts.report import ROUND_DTYPE, ROUND_ROWS_MAX, JobSample, NetworkFacts, Report, encode
+from node_daemon.arming import Arming
 from node_daemon.client import Client
 from node_daemon.collectors.frame_root import open_node_directory
 from node_daemon.collectors.frames import FrameReader, JobFrames, Sweep
@@ -32,7 +33,7 @@ from node_daemon.notify import notify
 from node_daemon.settings import PERIOD_MS_LEAST, PERIOD_MS_MOST, Settings
 from node_daemon.spool import Spool, Spooled
 from node_daemon.step_watch import StepWatch
-from node_daemon.summarise import Memory, summarise
+from node_daemon.summarise import Memory, Steps, summarise
 from node_daemon.threads import OwnThread
 from node_daemon.uplink import Uplink
 
@@ -65,6 +66,7 @@ class Agent:
         self._memory: dict[tuple[int, int], Memory] = {}
         self._jobs: list[JobFrames] = []
         self._steps = StepWatch()
+        self._arming = Arming(settings.frame_root, settings.node) if settings.arming_enabled else None
         self._sample = 0
         self._reported_ns = time.monotonic_ns()
         self._nvml: NvmlMonitor | None = None
@@ -147,23 +149,33 @@ class Agent:
         self._jobs = sweep.jobs
         if self._gatherer is not None:
             await self._gatherer.look(sweep.jobs)
-        report = self._report(sweep, uplink.dropped)
+        steps = self._steps.look(sweep.jobs)
+        report = self._report(sweep, steps, uplink.dropped)
         body = encode(report)
         uplink.offer(
             Spooled(report.epoch, report.sample, self._boot_id, self._reported_ns, report.wall_ms * 1_000_000, body)
         )
+        if self._arming is not None:
+            await self._arm(self._arming, sweep, steps)
         return True
 
-    def _report(self, sweep: Sweep, spool_dropped: int) -> Report:
+    async def _arm(self, arming: Arming, sweep: Sweep, steps: Steps) -> None:
+        requests = arming.due(sweep.jobs, steps)
+        if requests:
+            try:
+                await self._frames.run(lambda: arming.arm(requests), FRAMES_DEADLINE_S)
+            except OSError as error:  # TimeoutError is one
+                _log.sparsely("arm", "probes not asked for more", error=str(error))
+
+    def _report(self, sweep: Sweep, steps: Steps, spool_dropped: int) -> Report:
         former_ns, self._reported_ns = self._reported_ns, time.monotonic_ns()
         memory: dict[tuple[int, int], Memory] = {}
         samples: list[JobSample] = []
-        steps = self._steps.look(sweep.jobs)
         rounds_left = ROUND_ROWS_MAX
         for number, job in enumerate(sweep.jobs):
             attempt = (job.job_id, job.restart)
             share = rounds_left // (len(sweep.jobs) - number)  # what a job leaves is there for those after it
-            sample, memory[attempt] = summarise(job, self._memory.get(attempt, {}), share, steps)
+            sample, memory[attempt] = summarise(job, self._memory.get(attempt, {}), share, steps, former_ns)
             rounds_left -= rows_of(sample.rounds, ROUND_DTYPE)
             samples.append(sample)
         self._memory = memory
@@ -196,6 +208,8 @@ class Agent:
             self._evidence.ask(event)
         elif isinstance(event, GatherEvent) and self._gatherer is not None:
             self._gatherer.ask(event)
+        if isinstance(event, GatherEvent | ArmEvent) and self._arming is not None:
+            self._arming.ask(event.job_id, event.restart)
 
     def _suspects(self, job_id: int, restart: int) -> list[Suspect]:
         """Processes of a job attempt as last seen; those that the kernel does not confirm are left out."""

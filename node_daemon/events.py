@@ -14,7 +14,7 @@ from typing import Final
 import aiohttp
 import msgspec
 
-from diagnosis.contracts.control import CollectEvent, GatherEvent, HelloEvent
+from diagnosis.contracts.control import ArmEvent, CollectEvent, GatherEvent, HelloEvent
 from node_daemon.backoff import Backoff
 from node_daemon.client import Answer, Client
 from node_daemon.log import EventLog
@@ -24,8 +24,13 @@ EVENT_BYTES_MAX: Final = 64 << 10
 IDLE_S: Final = 45.0
 """The controller sends a comment every 15 seconds; three missing ones mean a dead connection."""
 _CHUNK_BYTES: Final = 16 << 10
-ControlEvent = HelloEvent | CollectEvent | GatherEvent
-_KINDS: Final[dict[str, type[ControlEvent]]] = {"hello": HelloEvent, "collect": CollectEvent, "gather": GatherEvent}
+ControlEvent = HelloEvent | CollectEvent | GatherEvent | ArmEvent
+_KINDS: Final[dict[str, type[ControlEvent]]] = {
+    "hello": HelloEvent,
+    "collect": CollectEvent,
+    "gather": GatherEvent,
+    "arm": ArmEvent,
+}
 _log = EventLog("node_daemon.events")
 
 

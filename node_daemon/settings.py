@@ -62,6 +62,9 @@ _TABLES: Final[dict[str, dict[str, Key]]] = {
         "period_s": Key(float, 10.0, "time between two readings of all GPUs", 0.1, 3600),
         "deadline_s": Key(float, 5.0, "a reading that takes longer is reported as a hung driver", 0.1, 300),
     },
+    "arming": {
+        "enabled": Key(bool, True, "turn on more of NCCL's events for seconds where a job looks ill"),
+    },
     "network": {
         "enabled": Key(bool, True, "tell round trips and losses of the ranks' TCP connections, and the network ports"),
         "period_s": Key(float, 2.0, "time between two looks at the kernel's socket table", 0.2, 3600),
@@ -106,6 +109,7 @@ class Settings:
     nvml_enabled: bool
     nvml_period_s: float
     nvml_deadline_s: float
+    arming_enabled: bool
     network_enabled: bool
     network_period_s: float
     network_deadline_s: float

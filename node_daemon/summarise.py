@@ -31,6 +31,7 @@ from diagnosis.contracts.probeframe import (
 )
 from diagnosis.contracts.report import CommState, JobSample
 from diagnosis.evidence.steps import Step
+from node_daemon.collectors.event_mask import armed_since
 from node_daemon.collectors.frames import FrameSample, JobFrames, Slots
 
 ProcessKey = tuple[int, int]
@@ -58,9 +59,13 @@ Memory = dict[CommKey, Told]
 
 
 def summarise(
-    job: JobFrames, before: Memory, rounds_max: int = wire.ROUND_ROWS_MAX, steps: Steps | None = None
+    job: JobFrames,
+    before: Memory,
+    rounds_max: int = wire.ROUND_ROWS_MAX,
+    steps: Steps | None = None,
+    since_ns: int | None = None,
 ) -> tuple[JobSample, Memory]:
-    """The job's part of a report, and what to remember for the next look.
+    """The job's part of a report, and what to remember for the next look. `since_ns`: when the last one was.
 
     At most RANKS_MAX frames are told, each with at most its 16 communicators and their 32 recorded rounds. Where that
     is more than `rounds_max`, each communicator tells its newest ones only, all as many.
@@ -81,7 +86,7 @@ def summarise(
         for key, row, numbers, unknown in zip(keys, counters.tolist(), told, slots["unknown"].tolist(), strict=True)
     }
     comms = _comm_table(frames, slots, rank_row, _differences(counters, known), lately)
-    ranks = _rank_table(frames, steps or {})
+    ranks = _rank_table(frames, steps or {}, since_ns)
     sample = JobSample(job.job_id, job.restart, job.uid, pack(ranks), pack(comms), pack(rounds))
     return sample, after
 
@@ -94,7 +99,7 @@ def _stack(frames: list[FrameSample]) -> tuple[Slots, Slots, NDArray[np.intp]]:
     return slots, again, np.repeat(np.arange(len(frames)), [len(frame.slots) for frame in frames])
 
 
-def _rank_table(frames: list[FrameSample], steps: Steps) -> Table:
+def _rank_table(frames: list[FrameSample], steps: Steps, since_ns: int | None) -> Table:
     table = empty(wire.RANK_DTYPE, len(frames))
     for name in ("rank", "world_size", "local_rank", "gpu", "step_id"):
         values = np.array([frame.header[name] for frame in frames], "<i4")
@@ -105,6 +110,8 @@ def _rank_table(frames: list[FrameSample], steps: Steps) -> Table:
         step = steps.get((frame.pid, frame.start_ticks))
         if step is not None:
             _tell_step(table, row, step)
+        if int(frame.header["library_version"]) or int(frame.header["event_mask"]):
+            table["armed"][row] = armed_since(frame.header, frame.read_ns if since_ns is None else since_ns)
     return table
 
 

@@ -8,7 +8,7 @@ from typing import Final
 
 import msgspec
 
-from diagnosis.contracts.control import CollectEvent, GatherEvent, HelloEvent
+from diagnosis.contracts.control import ArmEvent, CollectEvent, GatherEvent, HelloEvent
 
 QUEUE_EVENTS_MAX: Final = 64
 HEARTBEAT_S: Final = 15.0
@@ -17,8 +17,9 @@ _KINDS: Final[dict[type[msgspec.Struct], str]] = {
     HelloEvent: "hello",
     CollectEvent: "collect",
     GatherEvent: "gather",
+    ArmEvent: "arm",
 }
-ControlEvent = HelloEvent | CollectEvent | GatherEvent
+ControlEvent = HelloEvent | CollectEvent | GatherEvent | ArmEvent
 
 
 class Channel:

@@ -36,6 +36,14 @@ class GatherEvent(msgspec.Struct, frozen=True, kw_only=True):
     ras: bool = False
 
 
+class ArmEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """Let a job's probes tell more for some seconds, as far as that is safe and was not done lately. What it tells
+    travels in the reports, where `armed` marks the ranks that told it."""
+
+    job_id: int
+    restart: int
+
+
 class HelloEvent(msgspec.Struct, frozen=True, kw_only=True):
     """First event of each stream: how often to report."""
 

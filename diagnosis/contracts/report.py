@@ -45,6 +45,7 @@ RANK_DTYPE: Final = np.dtype(
         ("step_jitter_us", "<u4"),  # deviation of a single step
         ("step_rounds", "<u2"),  # rounds of a step on the communicator that tells it
         ("step_round", "<u2"),  # which of them was entered last, from 1
+        ("armed", "u1"),  # 1: in the window NCCL was asked for costlier events, or they were on still; null: no NCCL
     ]
 )
 COMM_DTYPE: Final = np.dtype(

@@ -12,8 +12,12 @@ import stat
 import struct
 import time
 from collections.abc import Callable
+from functools import reduce
+from operator import or_
 from pathlib import Path
 from typing import Final
+
+import numpy as np
 
 from diagnosis.contracts import probeframe
 from diagnosis.contracts.errors import AgentFault
@@ -21,7 +25,7 @@ from diagnosis.contracts.probeframe import CONTROL_OFFSET, FILE_BYTES, WIDEN_S_M
 from node_daemon.collectors.frame_root import open_node_directory
 from node_daemon.collectors.merge import frame_name
 from node_daemon.collectors.owner import acting_as
-from node_daemon.native.nccl.masks import Event, masks_for
+from node_daemon.native.nccl.masks import TABLE, Event, masks_for
 
 _DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE: Final = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
@@ -75,3 +79,29 @@ def _write(node_fd: int, job: str, uid: int, pid: int, events: Event, until_s: i
         return allowed
     finally:
         os.close(fd)
+
+
+def to_be_asked(header: np.void, events: Event) -> Event:
+    """Those of `events` that the frame's probe may be asked for and that are not on; NONE where it is not NCCL's."""
+    version = int(header["library_version"])
+    row = masks_for(version)
+    if not version and not int(header["event_mask"]):
+        return Event.NONE
+    return (events & row.widest if row is not None else events) & ~Event(int(header["event_mask"]))
+
+
+def asked_until_s(header: np.void, now_s: float) -> float:
+    """Until which second of CLOCK_MONOTONIC the frame's probe was asked for more. Of what no probe would have followed
+    nothing is believed: the process may have written it itself."""
+    until_s = float(int(header["control"]) >> 32)
+    return until_s if until_s <= now_s + WIDEN_S_MAX else 0.0
+
+
+def armed_since(header: np.void, since_ns: int) -> bool:
+    """Whether events that were asked for were on at any time since then (CLOCK_MONOTONIC): the time that was asked for
+    is not over, or the program has called nothing since that would have turned them off."""
+    control = int(header["control"])
+    row = masks_for(int(header["library_version"]))
+    standing = row.standing if row is not None else reduce(or_, (row.standing for row in TABLE))
+    extra = (control & 0xFFFF_FFFF) & ~int(standing)
+    return extra != 0 and ((control >> 32) * 1_000_000_000 > since_ns or extra & int(header["event_mask"]) != 0)

@@ -43,7 +43,7 @@ def _merged(group: list[FrameSample]) -> FrameSample:
     header = group[0].header.copy()
     for name in _IDENTITY:
         header[name] = next((sample.header[name] for sample in group if int(sample.header[name]) >= 0), -1)
-    for name in ("last_leave_ns", "library_version"):
+    for name in ("last_leave_ns", "library_version", "control", "event_mask"):
         header[name] = max(int(sample.header[name]) for sample in group)
     slots = np.frombuffer(b"".join(sample.slots.tobytes() for sample in group), SLOT_DTYPE)
     again = np.frombuffer(b"".join(sample.again.tobytes() for sample in group), SLOT_DTYPE)

@@ -13,12 +13,22 @@ from diagnosis.contracts import probeframe
 from diagnosis.contracts.columns import unpack
 from diagnosis.contracts.errors import AgentFault
 from diagnosis.contracts.probeframe import WIDEN_S_MAX
-from diagnosis.contracts.report import COMM_DTYPE, COMM_ROWS_MAX, ROUND_DTYPE, ROUND_ROWS_MAX, CommState
+from diagnosis.contracts.report import (
+    COMM_DTYPE,
+    COMM_ROWS_MAX,
+    RANK_DTYPE,
+    RANKS_MAX,
+    ROUND_DTYPE,
+    ROUND_ROWS_MAX,
+    CommState,
+)
+from node_daemon.arming import ARMED_S, Arming
 from node_daemon.collectors.event_mask import ask_for_events
 from node_daemon.collectors.frames import FrameReader
 from node_daemon.collectors.process import Processes
 from node_daemon.native.nccl.masks import Event
 from node_daemon.summarise import Memory, summarise
+from tests.eventually import eventually
 from tests.integration.nccl_double import COMM_ID, Double, Driver, build, running
 from tests.nodeframes import NODE, FrameImage
 
@@ -119,6 +129,34 @@ def test_a_request_whose_time_is_over_ends_by_itself(driver: Driver, tmp_path: P
     ask_for_events(tmp_path, NODE, JOB, driver.pid, Event.KERNEL_CH, 30, clock_s=lambda: long_ago)
     driver.ask("allreduce a 1 1 1")
     assert driver.ask("mask") == str(int(STANDING))
+
+
+async def test_a_suspected_job_tells_more_for_a_while_and_the_report_says_so(driver: Driver, tmp_path: Path) -> None:
+    look = reader(tmp_path)
+    arming = Arming(tmp_path, NODE, clock_s=lambda: time.monotonic() - ARMED_S + 2)  # its time is over in two seconds
+    wide = STANDING | Event.KERNEL_CH | Event.PROXY_STEP
+    memory: Memory = {}
+
+    def next_report() -> tuple[int, int, Event]:
+        """Armed or not, the steps told, and what NCCL delivers."""
+        nonlocal memory
+        driver.ask("allreduce a 1 2 3")
+        sample, memory = summarise(look.collect().jobs[0], memory)
+        (rank,) = unpack(sample.ranks, RANK_DTYPE, RANKS_MAX)
+        (row,) = unpack(sample.comms, COMM_DTYPE, COMM_ROWS_MAX)
+        return int(rank["armed"]), int(row["send"]), Event(int(driver.ask("mask")))
+
+    unknown = 0xFFFF_FFFF
+    assert next_report() == (0, unknown, STANDING)
+    arming.due(look.collect().jobs, {})
+    arming.ask(42, 0)
+    assert arming.arm(arming.due(look.collect().jobs, {})) == 1
+    assert next_report() == (1, unknown, wide)  # NCCL had read the mask for this call before
+    assert next_report() == (1, unknown, wide)  # a part of the window is from before
+    assert next_report() == (1, 2 * 3, wide)
+    await eventually(lambda: next_report() == (0, unknown, STANDING))
+    arming.ask(42, 0)
+    assert arming.due(look.collect().jobs, {}) == []
 
 
 def test_only_the_frame_of_the_directory_s_owner_is_written_to(driver: Driver, frames: Path, tmp_path: Path) -> None:

@@ -18,6 +18,10 @@ import pytest
 
 from diagnosis.contracts import probeframe
 from diagnosis.contracts.probeframe import Algo, Dtype, Op, Proto, Untold
+from node_daemon.arming import EVENTS, Arming
+from node_daemon.collectors.event_mask import to_be_asked
+from node_daemon.collectors.frames import FrameReader
+from node_daemon.collectors.process import Processes
 from node_daemon.native.nccl.masks import Event, masks_for
 from tests.eventually import eventually
 from tests.integration.gloo_double import DEADLINE_S
@@ -205,6 +209,28 @@ def test_a_real_nccl_is_asked_for_what_the_table_says(newest: Layout, tmp_path: 
         (slot,) = frame_of(tmp_path, process).slots
         assert [int(slot[name]) for name in ("enqueued", "started", "done")] == [1, 1, 1]
         assert Untold(int(slot["unknown"])) == Untold(23)  # all, at its call
+
+
+def test_a_real_nccl_delivers_what_the_daemon_arms(newest: Layout, tmp_path: Path) -> None:
+    frames = tmp_path / "node" / "42.0"
+    frames.mkdir(parents=True)
+    tmp_path.chmod(0o755)
+    look = FrameReader(tmp_path, "node", Processes(), gone_keep_s=60, idle_keep_s=60)
+    arming = Arming(tmp_path, "node")
+    with host(newest, frames, plugin_library(), free_port()) as process:
+        process.ask("comm", COMM_ID, RANKS, RANK)
+        process.ask("collective", 4, 14)
+        standing = Event(int(frame_of(frames, process).header["event_mask"]))
+        wanted = to_be_asked(frame_of(frames, process).header, EVENTS)
+        assert wanted and not wanted & standing
+        arming.due(look.collect().jobs, {})
+        arming.ask(42, 0)
+        assert arming.arm(arming.due(look.collect().jobs, {})) == 1
+        for _ in range(2):  # for the first one NCCL had read the mask before
+            process.ask("collective", 4, 14)
+        frame = frame_of(frames, process)
+        assert frame.header["event_mask"] == standing | wanted
+        assert [int(frame.slots[0][name]) for name in ("done", "send_steps", "unknown")] == [3, 56, Untold.ERRORS]
 
 
 def test_a_real_nccl_goes_on_where_the_plugin_is_off(newest: Layout, tmp_path: Path) -> None:

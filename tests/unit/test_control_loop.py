@@ -16,7 +16,7 @@ from controller.registry import Registry
 from controller.settings import Settings
 from controller.store.base import Incident
 from controller.store.sqlite import SqliteStore
-from diagnosis.contracts.control import CollectEvent, Evidence, GatherEvent, HelloEvent, ProcessEvidence
+from diagnosis.contracts.control import ArmEvent, CollectEvent, Evidence, GatherEvent, HelloEvent, ProcessEvidence
 from diagnosis.contracts.errors import AgentFault
 from diagnosis.contracts.report import GpuFacts, HardwareFacts, Report
 from diagnosis.engine.thresholds import Thresholds
@@ -47,6 +47,7 @@ class World:
         self.told: list[tuple[str, str]] = []
         self.asked: list[tuple[str, CollectEvent]] = []
         self.gathers: list[tuple[str, GatherEvent]] = []
+        self.armed: list[tuple[str, ArmEvent]] = []
         self.throttled: set[str] = set()
         self.unheard: set[str] = set()
         self.sample = 0
@@ -75,11 +76,13 @@ class World:
         if (incident.id, change) not in self.told:
             self.told.append((incident.id, change))
 
-    def send(self, node: str, event: CollectEvent | GatherEvent | HelloEvent) -> bool:
+    def send(self, node: str, event: CollectEvent | GatherEvent | HelloEvent | ArmEvent) -> bool:
         """The control streams."""
         assert not isinstance(event, HelloEvent)
         if isinstance(event, GatherEvent):
             self.gathers.append((node, event))
+        elif isinstance(event, ArmEvent):
+            self.armed.append((node, event))
         else:
             self.asked.append((node, event))
         return True
@@ -213,6 +216,17 @@ async def test_a_fault_that_lasts_is_logged_once_a_minute_and_its_end_once(world
             await world.loop.cycle()
     events = [entry["event"] for entry in logs]
     assert events.count("cycle failed") == 3 and events.count("cycle succeeds again") == 1
+
+
+async def test_the_nodes_of_a_slow_job_are_asked_to_let_its_probes_tell_more(world: World) -> None:
+    for _ in range(20):
+        await world.second()
+    assert world.armed == []
+    for _ in range(40):
+        await world.second(slow=2.0)
+    asked = [node for node, _ in world.armed]
+    assert sorted(asked[:4]) == world.sim.nodes and len(asked) == 4
+    assert world.armed[0][1] == ArmEvent(job_id=JOB, restart=0)
 
 
 async def test_a_slow_rank_without_a_second_witness_is_named_and_nothing_is_done(world: World) -> None:
