@@ -2,8 +2,9 @@
 
 Nothing here disturbs the job: no signal, no ptrace stop. /proc gives the state, the kernel function in which the main
 thread sleeps and its kernel stack (that one needs CAP_SYS_ADMIN); `py-spy dump --nonblocking` gives the Python stacks
-by reading the process's memory. py-spy runs as the job's user where the kernel allows that (Yama's ptrace_scope 0),
-since it parses memory that the job could have prepared. What cannot be read is None, with a note that says why.
+by reading the process's memory; where it cannot, torch's worker server is asked for them, if the process runs one.
+py-spy runs as the job's user where the kernel allows that (Yama's ptrace_scope 0), since it parses memory that the job
+could have prepared. What cannot be read is None, with a note that says why.
 
 Only processes that were identified (see `process`) are looked at: a job may name its ranks, not any process it likes.
 One collection runs at a time, each incident is answered once, and their number a minute is bounded.
@@ -35,6 +36,8 @@ from diagnosis.contracts.control import (
     ProcessEvidence,
 )
 from node_daemon.client import Client
+from node_daemon.collectors.doors import Process
+from node_daemon.collectors.flight import FlightCollector
 from node_daemon.collectors.owner import acting_as
 from node_daemon.collectors.process import STATE_GONE, STATE_UNKNOWN, Processes
 from node_daemon.log import EventLog
@@ -78,6 +81,7 @@ class EvidenceCollector:
         self._incidents: OrderedDict[str, None] = OrderedDict()
         self._began_at: deque[float] = deque(maxlen=per_minute_max)
         self._thread = OwnThread("proc")
+        self._flights = FlightCollector()
 
     def ask(self, event: CollectEvent) -> None:
         """Take up a request, unless its incident was answered before or too much is asked."""
@@ -102,6 +106,7 @@ class EvidenceCollector:
                 await self._deliver(evidence)
         finally:
             self._thread.close()
+            self._flights.close()
 
     async def gather(self, event: CollectEvent) -> Evidence:
         """Evidence of the suspects that are known here. Takes at most the event's deadline (30 s at the most)."""
@@ -137,7 +142,13 @@ class EvidenceCollector:
             return process
         async with turns:
             stack, note = await python_stack(suspect, self._py_spy, ends_at - time.monotonic(), bytes_max)
-        notes = process.notes if note is None else [*process.notes, note]
+            notes = process.notes if note is None else [*process.notes, note]
+            left_s = ends_at - time.monotonic()
+            if stack is None and left_s > 0:
+                who = Process(suspect.rank, suspect.pid, suspect.start_ticks, suspect.uid, suspect.gid)
+                told, why = await self._flights.traceback(who, left_s, bytes_max)
+                stack = _clean(told.encode()) if told is not None else None
+                notes = notes if why is None else [*notes, why]
         return msgspec.structs.replace(process, python_stack=stack, notes=notes)
 
     async def _deliver(self, evidence: Evidence) -> None:

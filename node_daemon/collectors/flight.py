@@ -44,6 +44,7 @@ AT_ONCE: Final = 4
 SOCKET_VARIABLE: Final = "TORCH_WORKER_SERVER_SOCKET"
 FILE_VARIABLES: Final = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 JSON_HANDLERS: Final = ("dump_nccl_trace_json", "fr_trace_json")
+STACKS_HANDLER: Final = "dump_traceback"
 PICKLE_HANDLERS: Final = ("dump_nccl_trace_pickle?includestacktraces=false",)
 _OPEN_FILE: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
 _NAMES: Final = msgspec.json.Decoder(list[str])
@@ -87,6 +88,28 @@ class FlightCollector:
                 os.close(fd)
         return FlightFacts(world_rank=member.rank, notes=_short(notes))
 
+    async def traceback(self, member: Process, deadline_s: float, bytes_max: int) -> tuple[str | None, str | None]:
+        """(text, note): Python stacks of all threads as the worker server tells them; exactly one of the two is None.
+
+        For want of something better: it waits for Python's lock, which a process that hangs may hold for ever.
+        """
+        notes: list[str] = []
+        try:
+            async with asyncio.timeout(deadline_s):
+                _, fd = await self._files.run(lambda: self._open(member, notes), FILES_DEADLINE_S)
+                if fd is None:
+                    return None, _short(notes)[0]
+                try:
+                    async with _session(fd) as session:
+                        content = await _fetch(session, "POST", STACKS_HANDLER, bytes_max, deadline_s, notes)
+                finally:
+                    os.close(fd)
+        except TimeoutError:
+            return None, f"the worker server gave no stacks within {deadline_s:.1f} s"
+        except OSError as error:
+            return None, f"the worker server was not asked: {error.strerror or error}"
+        return (content.decode(errors="replace"), None) if content else (None, (_short(notes) or ["no stacks"])[0])
+
     def _open(self, member: Process, notes: list[str]) -> tuple[dict[str, str], int | None]:
         """What it was started with, and its worker server's socket."""
         if not still_there(member, self._processes):
@@ -108,10 +131,7 @@ def _short(notes: list[str]) -> list[str]:
 
 async def _ask(member: Process, fd: int, notes: list[str]) -> FlightFacts | None:
     """From the worker server; None (noted) where it tells nothing that can be used."""
-    connector = aiohttp.UnixConnector(path=f"/proc/self/fd/{fd}", limit=1)
-    async with aiohttp.ClientSession(
-        connector=connector, cookie_jar=aiohttp.DummyCookieJar(), auto_decompress=False
-    ) as session:
+    async with _session(fd) as session:
         names = await _fetch(session, "GET", "", NAMES_BYTES_MAX, LIST_DEADLINE_S, notes)
         if names is None:
             return None
@@ -134,6 +154,11 @@ async def _ask(member: Process, fd: int, notes: list[str]) -> FlightFacts | None
                 if facts is not None:
                     return facts
     return None
+
+
+def _session(fd: int) -> aiohttp.ClientSession:
+    connector = aiohttp.UnixConnector(path=f"/proc/self/fd/{fd}", limit=1)
+    return aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar(), auto_decompress=False)
 
 
 async def _fetch(
@@ -197,7 +222,7 @@ def groups_of(dump: Dump) -> list[FlightGroup]:
             stands[entry.group] = FlightGroup(group=entry.group, stands_at=entry.number, operation=operation)
     groups = []
     for name in dict.fromkeys([*stands, *ended, *dump.own_number, *dump.members]):
-        newest = dump.status.get(dump.own_number.get(name, -1), ended.get(name))
+        newest = max(dump.status.get(dump.own_number.get(name, -1), -1), ended.get(name, -1))
         members = dump.members.get(name)
         groups.append(
             msgspec.structs.replace(
@@ -205,7 +230,7 @@ def groups_of(dump: Dump) -> list[FlightGroup]:
                 group=name[:TEXT_CHARS_MAX],
                 kind=dump.kind.get(name, ""),
                 size=len(members) if members else None,
-                ended=newest if newest is not None and newest >= 0 else None,
+                ended=newest if newest >= 0 else None,
             )
         )
     return groups[:GROUPS_MAX]

@@ -232,6 +232,27 @@ async def test_a_process_number_that_was_given_away_is_not_asked() -> None:
     assert (facts.groups, asked) == ([], [])
 
 
+@pytest.mark.parametrize("text", [b"File x, line 3 in wait", b"\xff" * 50])
+async def test_stacks_are_asked_for_in_one_request(text: bytes) -> None:
+    collector = FlightCollector()
+    async with worker_server(answers(dump_traceback=text)) as (process, asked):
+        told, why = await collector.traceback(process, 5.0, 1000)
+    collector.close()
+    assert (told, why, asked) == (text.decode(errors="replace"), None, ["dump_traceback"])
+
+
+@pytest.mark.parametrize("handler", [_endless, _silent, _hangs_up, answers(), answers(dump_traceback=b"")])
+async def test_stacks_that_do_not_come_are_a_note(handler: Handler) -> None:
+    collector = FlightCollector()
+    async with worker_server(handler) as (process, _):
+        told, why = await collector.traceback(process, 0.4, 100_000)
+    with trainee() as plain:
+        assert "is not set" in ((await collector.traceback(plain, 5.0, 1000))[1] or "")
+    collector.close()
+    assert told is None
+    assert why
+
+
 # -- dump files --------------------------------------------------------------------------------------------------------
 
 
