@@ -8,20 +8,21 @@ communicators do it at one look.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from diagnosis.contracts.probeframe import COUNT_UNKNOWN, SIGNATURE_UNKNOWN, SLOT_COUNT, Untold
 from diagnosis.evidence.periods import POINT_DTYPE, Points
 from diagnosis.evidence.steps import Beat, Look, step_of
 from node_daemon.collectors.frames import FrameSample, JobFrames, Slots
-from node_daemon.summarise import ProcessKey, Steps, newest_signature
+from node_daemon.summarise import ProcessKey, Steps, newest_signature, stack
 
 LEARN_PER_LOOK_MAX: Final = 2
 COMMUNICATORS_PER_PROCESS_MAX: Final = 2 * SLOT_COUNT
+_COLUMNS: Final = ("comm_id", "enqueued", "t_enqueued_ns", "stride", "gap_sum_ns", "count")
 _LOW: Final = 0xFFFF_FFFF
 _HALF: Final = 1 << 31
 
@@ -41,66 +42,71 @@ class StepWatch:
         """The steps of every process whose steps are known."""
         frames = {(frame.pid, frame.start_ticks): frame for job in jobs for frame in job.frames}
         self._beats = {key: self._beats.get(key, {}) for key in frames}
-        for key, frame in frames.items():
-            self._observe(self._beats[key], frame)
+        if frames:
+            self._observe(list(frames.values()), list(self._beats.values()))
         due = [beat for beats in self._beats.values() for beat in beats.values() if beat.due]
         for beat in sorted(due, key=lambda beat: beat.tries)[:LEARN_PER_LOOK_MAX]:
             beat.learn()
         steps = {key: step_of(beats.values()) for key, beats in self._beats.items()}
         return {key: step for key, step in steps.items() if step is not None}
 
-    def _observe(self, beats: dict[int, Beat], frame: FrameSample) -> None:
-        slots, again = frame.slots, frame.again
-        entered = slots["enqueued"].astype(np.int64)
+    def _observe(self, frames: list[FrameSample], followed: list[dict[int, Beat]]) -> None:
+        for frame, beats in zip(frames, followed, strict=True):
+            if len(beats) > COMMUNICATORS_PER_PROCESS_MAX - SLOT_COUNT:  # those without a slot make room
+                for comm_id in set(beats) - set(frame.slots["comm_id"].tolist()):
+                    del beats[comm_id]
+        slots, again, owner = stack(frames)
         steady = np.ones(len(slots), bool)
         for name in ("enqueued", "t_enqueued_ns", "op", "dtype", "count", "root"):
             steady &= slots[name] == again[name]
-        whole, sound = recorded_rounds(slots, again)
-        newest = newest_signature(slots)
-        present = slots["comm_id"].tolist()
-        if len(beats) > COMMUNICATORS_PER_PROCESS_MAX - SLOT_COUNT:  # those without a slot make room
-            for comm_id in set(beats) - set(present):
-                del beats[comm_id]
-        for row, comm_id in enumerate(present):
-            seq = int(entered[row])
-            beat = beats.get(comm_id)
+        recorded, newest = _Recorded(slots, again), newest_signature(slots).tolist()
+        timed = (slots["unknown"] & Untold.TIMES) == 0
+        columns = zip(
+            owner.tolist(),
+            *(slots[name].tolist() for name in _COLUMNS),
+            steady.tolist(),
+            timed.tolist(),
+            newest,
+            strict=True,
+        )
+        for row, (frame, comm_id, seq, entered_ns, stride, gap_ns, count, still, told, mark) in enumerate(columns):
+            beat = followed[frame].get(comm_id)
             if beat is None or seq < beat.seen:
-                beat = beats[comm_id] = Beat()
+                beat = followed[frame][comm_id] = Beat()
             if seq <= beat.seen:
                 continue
-            points = _points(slots[row], whole[row], sound[row] & (whole[row] > beat.seen))
-            if steady[row] and newest[row] != SIGNATURE_UNKNOWN and (not len(points) or points[-1]["seq"] < seq):
-                points = np.append(points, np.array([(seq, newest[row], np.nan)], POINT_DTYPE))
-            count = int(slots["count"][row])
-            timed = not int(slots["unknown"][row]) & Untold.TIMES
-            beat.observe(
-                Look(
-                    at_ns=frame.read_ns,
-                    seq=seq,
-                    entered_ns=int(slots["t_enqueued_ns"][row]) if steady[row] else 0,
-                    points=points,
-                    stride=max(1, int(slots["stride"][row])),
-                    gap_sum_us=int(slots["gap_sum_ns"][row]) / 1000 if timed else np.nan,
-                    elements=None if count == COUNT_UNKNOWN else count,
-                )
+            look = Look(
+                at_ns=frames[frame].read_ns,
+                seq=seq,
+                entered_ns=entered_ns if still else 0,
+                points=recorded.points(row, beat.seen, (seq, mark) if still and mark != SIGNATURE_UNKNOWN else None),
+                stride=max(1, stride),
+                gap_sum_us=gap_ns / 1000 if told else math.nan,
+                elements=None if count == COUNT_UNKNOWN else count,
             )
+            beat.observe(look)
 
 
-def recorded_rounds(slots: Slots, again: Slots) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Numbers of the recorded rounds, (slots, 32), and which of them both readings show alike. Open ones count."""
-    first, second = slots["rounds"], again["rounds"]
-    entered = slots["enqueued"].astype(np.int64)[:, None]
-    age = (entered - first["seq"].astype(np.int64)) & _LOW
-    sound = (first["seq"] != 0) & (first["signature"] != SIGNATURE_UNKNOWN) & (age < _HALF)
-    for name in ("seq", "signature", "gap_us"):
-        sound &= first[name] == second[name]
-    whole = entered - age
-    return whole, sound & (whole > 0)
+class _Recorded:
+    """The recorded rounds of all slots that both readings show alike; those that are open count."""
 
+    def __init__(self, slots: Slots, again: Slots) -> None:
+        first, second = slots["rounds"], again["rounds"]
+        entered = slots["enqueued"].astype(np.int64)[:, None]
+        age = (entered - first["seq"].astype(np.int64)) & _LOW
+        sound = (first["seq"] != 0) & (first["signature"] != SIGNATURE_UNKNOWN) & (age < _HALF)
+        for name in ("seq", "signature", "gap_us"):
+            sound &= first[name] == second[name]
+        self._points = np.empty(age.shape, POINT_DTYPE)
+        self._points["seq"], self._points["signature"] = np.where(sound, entered - age, 0), first["signature"]
+        timed = (slots["unknown"] & Untold.TIMES) == 0
+        self._points["gap_us"] = np.where(timed[:, None], first["gap_us"], np.nan)
 
-def _points(slot: np.void, whole: NDArray[np.int64], chosen: NDArray[np.bool_]) -> Points:
-    points = np.empty(int(chosen.sum()), POINT_DTYPE)
-    points["seq"], points["signature"] = whole[chosen], slot["rounds"]["signature"][chosen]
-    untold = int(slot["unknown"]) & Untold.TIMES
-    points["gap_us"] = np.nan if untold else slot["rounds"]["gap_us"][chosen]
-    return points[np.argsort(points["seq"], kind="stable")]
+    def points(self, row: int, seen: int, newest: tuple[int, int] | None) -> Points:
+        """Rounds of a slot above `seen`, ascending, and the newest one (number, signature) where it is not recorded."""
+        points: Points = self._points[row]
+        points = points[points["seq"] > max(0, seen)]
+        points = points[np.argsort(points["seq"], kind="stable")]
+        if newest is None or (len(points) and points["seq"][-1] >= newest[0]):
+            return points
+        return np.append(points, np.array([(*newest, np.nan)], POINT_DTYPE))

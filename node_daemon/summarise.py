@@ -23,6 +23,7 @@ from diagnosis.contracts.columns import Table, empty, null_of, pack
 from diagnosis.contracts.probeframe import (
     DUR_OPEN,
     SIGNATURE_UNKNOWN,
+    SLOT_COUNT,
     SLOT_DTYPE,
     Untold,
     channels_of,
@@ -33,6 +34,7 @@ from diagnosis.contracts.report import CommState, JobSample
 from diagnosis.evidence.steps import Step
 from node_daemon.collectors.event_mask import armed_since
 from node_daemon.collectors.frames import FrameSample, JobFrames, Slots
+from node_daemon.native.nccl.masks import Event, masks_for
 
 ProcessKey = tuple[int, int]
 """(pid, start ticks)."""
@@ -71,7 +73,7 @@ def summarise(
     is more than `rounds_max`, each communicator tells its newest ones only, all as many.
     """
     frames = job.frames[: wire.RANKS_MAX]
-    slots, again, rank_row = _stack(frames)
+    slots, again, rank_row = stack(frames)
     keys = [
         (frames[row].pid, frames[row].start_ticks, comm_id)
         for row, comm_id in zip(rank_row.tolist(), slots["comm_id"].tolist(), strict=True)
@@ -91,7 +93,7 @@ def summarise(
     return sample, after
 
 
-def _stack(frames: list[FrameSample]) -> tuple[Slots, Slots, NDArray[np.intp]]:
+def stack(frames: list[FrameSample]) -> tuple[Slots, Slots, NDArray[np.intp]]:
     """The slots of all frames under one another, as read first and again, and each one's row in the rank table."""
     # By way of bytes: numpy's own concatenation compares nested types field by field, which takes longer than the rest.
     slots = np.frombuffer(b"".join(frame.slots.tobytes() for frame in frames), SLOT_DTYPE)
@@ -160,6 +162,7 @@ def _comm_table(
     _fill(table, "dur_us", _to_us(dur_ns), lately & Untold.TIMES)
     _fill(table, "gap_us", _to_us(gap_ns), lately & Untold.TIMES)
     table["signature"] = newest_signature(slots)
+    table["idle_seq"] = _idle_seq(frames, slots, rank_row)
     return table
 
 
@@ -172,13 +175,35 @@ def _is_told(slots: Slots, library_version: NDArray[np.uint32]) -> NDArray[np.bo
     """
     over = slots["done"] >= slots["enqueued"]
     begun = slots["started"] >= slots["enqueued"]
+    some_begun = slots["started"] > slots["done"]  # where the program is ahead of the GPU, that is not the newest
     kernels = (slots["unknown"] & Untold.DONE) == 0
     loses = (slots["unknown"] & Untold.ERRORS != 0) & (
         library_version < LOSES_NOTHING_SINCE
     )  # NCCL alone tells no errors
     runs = (channels_of(slots)["kernel_us"] == DUR_OPEN).any(axis=-1)
-    told: NDArray[np.bool_] = over | np.where(kernels, ~loses | (begun & runs), begun)
+    told: NDArray[np.bool_] = over | np.where(kernels, ~loses | (some_begun & runs), begun)
     return told
+
+
+def _idle_seq(frames: list[FrameSample], slots: Slots, rank_row: NDArray[np.intp]) -> NDArray[np.uint64]:
+    """The newest round of each communicator that a kernel of NCCL's began, where none runs in the process.
+
+    Null where a kernel runs, and where one may run unseen: of a communicator without a slot or without kernel events,
+    or out of a CUDA graph. Kernels of point-to-point operations count, for they wait for others as well.
+    """
+    nccl = (slots["unknown"] & Untold.ERRORS) != 0  # NCCL alone tells no errors
+    runs = (channels_of(slots)["kernel_us"] == DUR_OPEN).any(axis=-1)
+    blind = (slots["unknown"] & (Untold.DONE | Untold.GRAPHS)) != 0
+    standing = np.array([_has_kernels(int(frame.header["library_version"])) for frame in frames], bool)[rank_row]
+    blind |= (slots["enqueued"] == 0) & ~standing  # it has point-to-point operations alone, which widen no mask
+    busy = np.array([len(frame.slots) >= SLOT_COUNT or int(frame.header["slots_reused"]) > 0 for frame in frames], bool)
+    np.logical_or.at(busy, rank_row, runs | blind)
+    return np.where(nccl & ~busy[rank_row], np.minimum(slots["started"], slots["enqueued"]), _NULL)
+
+
+def _has_kernels(library_version: int) -> bool:
+    row = masks_for(library_version)
+    return row is not None and Event.KERNEL_CH in row.standing
 
 
 _NULL: Final = np.uint64(null_of(np.dtype("<u8")))

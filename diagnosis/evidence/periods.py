@@ -22,6 +22,7 @@ Everything is bounded: `POINTS_MAX` rounds, periods up to `PERIOD_MAX` recorded 
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from functools import cache
 from typing import Final
@@ -54,7 +55,7 @@ FITS_MIN: Final = 0.95
 """Part of the newest rounds that a pattern must explain."""
 UNSEEN: Final = 0
 """In a pattern: a round that the probe has not shown yet."""
-LIGHT_ELEMENTS: Final = 64
+LIGHT_ELEMENTS: Final = 32
 """An operation on fewer elements says something about a step (its loss, its norm) and carries nothing of it."""
 PEAK_MIN: Final = 0.7
 """Of the autocorrelation of own times: what Greyhound's code takes for a period."""
@@ -63,6 +64,8 @@ EVEN_MAX: Final = 0.4
 EVEN_SHARE_MIN: Final = 31 / 32
 """if so many are: a pause that is rarer than this belongs to no step."""
 
+ROOTS_MAX: Final = 8
+_ROOTED: Final = (Op.BROADCAST, Op.REDUCE, Op.GATHER, Op.SCATTER)
 POINT_DTYPE: Final = np.dtype([("seq", "<i8"), ("signature", "<u4"), ("gap_us", "<f4")])
 """One round: its number from 1, its signature, its own time (NaN: not told)."""
 Points = NDArray[np.void]
@@ -127,16 +130,14 @@ def is_light(signature: NDArray[np.uint32]) -> Bools:
 
 @cache
 def _light_signatures() -> NDArray[np.uint32]:
-    ops = [op for op in Op if op not in (Op.UNKNOWN, Op.ALL_TO_ALL)]
-    shape = np.meshgrid(
-        np.array(ops, np.uint8),
-        np.array(list(Dtype), np.uint8),
-        np.arange(LIGHT_ELEMENTS, dtype=np.uint64),
-        np.arange(-1, 8, dtype=np.int32),
-        indexing="ij",
-    )
-    op, dtype, count, root = (axis.ravel() for axis in shape)
-    return np.unique(signatures(op, dtype, count.astype(np.uint64), root.astype(np.int32)))
+    tables = []
+    for op, dtype in itertools.product(Op, Dtype):
+        roots = np.arange(-1, ROOTS_MAX if op in _ROOTED else 1, dtype=np.int32)
+        count, root = np.meshgrid(np.arange(LIGHT_ELEMENTS, dtype=np.uint64), roots)
+        ones = np.ones(count.shape, np.uint8)
+        if op not in (Op.UNKNOWN, Op.ALL_TO_ALL):
+            tables.append(signatures(ones * op, ones * dtype, count, root).ravel())
+    return np.unique(np.concatenate(tables))
 
 
 def _in_grid(grid: Points) -> int | None:

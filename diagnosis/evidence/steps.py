@@ -18,9 +18,10 @@ unknown.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from math import gcd
+from math import gcd, isnan, nan, sqrt
+from statistics import median
 from typing import Final
 
 import numpy as np
@@ -41,6 +42,8 @@ WINDOWS_KEPT: Final = 15
 WINDOWS_MIN: Final = 3
 """Before a step is told: one of them may hold a pause."""
 WINDOWS_FOR_JITTER: Final = 5
+DEVIATION: Final = 1.4826
+"""From the median of absolute deviations to the standard deviation, of a normal distribution."""
 PLACE_ERROR_MAX: Final = 0.02
 """How far the two ends of a window may be from the same place in the step, as a part of the window."""
 FOUND_AGAIN_MIN: Final = 4
@@ -57,6 +60,10 @@ CONFIRM_AFTER_MAX: Final = 8192
 """In recorded rounds: a pattern that stands is asked for more and more rarely."""
 HEAD_MIN: Final = 1.5
 """The own time before a step's first round is greater than the usual one by this factor, or nobody knows the first."""
+TRIES_ENOUGH: Final = 8
+"""A communicator in which no pattern was found so often has none to tell."""
+SLOWER_MIN: Final = 0.95
+"""A communicator whose rounds are so far apart, by the step, may have a longer one."""
 QUIET_MAX: Final = 3.0
 """A communicator that pauses longer than this times its longest pause is no longer in use."""
 PAUSE_LEAST_NS: Final = 5_000_000_000
@@ -111,8 +118,9 @@ class Beat:
         self._lost = self._followed = self._strangers = 0
         self._looks: deque[tuple[int, int]] = deque(maxlen=LOOKS_KEPT)  # (place, when), places counted on over steps
         self._windows: deque[tuple[float, float]] = deque(maxlen=WINDOWS_KEPT)  # (ns a step, steps)
-        self._gap_sum_us = np.nan
+        self._gap_sum_us = nan
         self._mean_gaps: deque[float] = deque(maxlen=WINDOWS_KEPT)  # us before a round, a value a look
+        self._timed: tuple[int, int | None] | None = None  # of the windows
         self._rate: deque[tuple[int, int]] = deque(maxlen=LOOKS_KEPT)  # (round, when)
         self._untried = 0
         self._try_after = TRY_AFTER
@@ -141,17 +149,12 @@ class Beat:
     @property
     def step(self) -> Step | None:
         """What is known now, None before a step was timed."""
-        if self._period is None or len(self._windows) < WINDOWS_MIN:
+        if self._period is None or self._timed is None:
             return None
-        times = np.array(self._windows)
-        step_ns = float(np.median(times[:, 0]))
-        jitter_ns = None
-        if len(times) >= WINDOWS_FOR_JITTER:
-            jitter_ns = round(1.4826 * float(np.median(np.abs(times[:, 0] - step_ns) * np.sqrt(times[:, 1]))))
         rounds, at = self._period.rounds, None
         if self._head is not None and not self._lost:
             at = (self._seq - self._shift - self._head) % rounds + 1
-        return Step(round(step_ns), jitter_ns, rounds, at)
+        return Step(*self._timed, rounds, at)
 
     def observe(self, look: Look) -> None:
         """Take in a look. One that shows fewer rounds than were seen is another communicator's: begin a new `Beat`."""
@@ -161,8 +164,9 @@ class Beat:
             self.longest_pause_ns = max(self.longest_pause_ns, look.at_ns - self.moved_ns)
         self.moved_ns, self.moves = look.at_ns, self.moves + 1
         self.heavy = self.heavy or look.elements is None or look.elements >= LIGHT_ELEMENTS
-        self._mean_gaps.append((look.gap_sum_us - self._gap_sum_us) / (look.seq - self._seq))
-        self._gap_sum_us = look.gap_sum_us
+        grown_us, self._gap_sum_us = look.gap_sum_us - self._gap_sum_us, look.gap_sum_us
+        if not isnan(grown_us):
+            self._mean_gaps.append(grown_us / (look.seq - self._seq))
         self._seq, self._stride = look.seq, look.stride
         self._points = np.concatenate([self._points, look.points])[-POINTS_MAX:]
         self._untried += len(look.points)
@@ -174,7 +178,8 @@ class Beat:
     def learn(self) -> None:
         """Look for the pattern in what was seen so far; one that is known is confirmed, or replaced by another."""
         self._untried, self.tries = 0, self.tries + 1
-        found = find_period(self._points, self._stride, float(np.median(self._mean_gaps)))
+        mean_gap_us = median(self._mean_gaps) if self._mean_gaps else nan
+        found = find_period(self._points, self._stride, mean_gap_us)
         self._try_after = min(TRY_AFTER_MAX, self._try_after + self._try_after // 4)
         if found is None or (self._period is not None and self._period.rounds == found.rounds):
             if self._period is not None:
@@ -190,6 +195,7 @@ class Beat:
         self._lost = 0 if found.uniform or self._find_place(found) else 1
         self._looks.clear()
         self._windows.clear()
+        self._timed = None
 
     def _follow(self, period: Period, look: Look) -> None:
         """Check new rounds against the pattern, and time the steps while they fit."""
@@ -211,6 +217,7 @@ class Beat:
         """What comes next is another program: what went before would only hide it."""
         self._period = None
         self._windows.clear()
+        self._timed = None
         self._points = self._points[-max(self._lost, JUDGED_EVERY) :]
         self._untried, self._try_after = 0, TRY_AFTER
 
@@ -275,8 +282,19 @@ class Beat:
         if best is not None and best[0] <= PLACE_ERROR_MAX and best[2] > 0:
             steps = best[1] / rounds
             self._windows.append((best[2] / steps, steps))
+            self._timed = _times(self._windows)
             self._looks.clear()
         self._looks.append((place, at_ns))
+
+
+def _times(windows: Collection[tuple[float, float]]) -> tuple[int, int | None] | None:
+    """Step and jitter in ns."""
+    if len(windows) < WINDOWS_MIN:
+        return None
+    step_ns = median(time for time, _ in windows)
+    if len(windows) < WINDOWS_FOR_JITTER:
+        return round(step_ns), None
+    return round(step_ns), round(DEVIATION * median(abs(time - step_ns) * sqrt(steps) for time, steps in windows))
 
 
 def _head(period: Period) -> int | None:
@@ -299,12 +317,13 @@ def step_of(beats: Iterable[Beat]) -> Step | None:
     now_ns = max((beat.moved_ns for beat in beats), default=0)
     used = [b for b in beats if now_ns - b.moved_ns <= QUIET_MAX * max(b.longest_pause_ns, PAUSE_LEAST_NS)]
     used = [beat for beat in used if beat.heavy] or used
-    steps = [step for beat in used if (step := beat.step) is not None]
-    if not steps:
+    steps = [(beat, beat.step) for beat in used]
+    slowest = max((step for _, step in steps if step is not None), key=lambda step: step.step_ns, default=None)
+    if slowest is None:
         return None
-    slowest = max(steps, key=lambda step: step.step_ns)
-    for beat in used:
-        round_ns = beat.round_ns
-        if beat.step is None and round_ns is not None and round_ns * 1.05 > slowest.step_ns:
-            return None
+    open_still = [beat for beat, step in steps if step is None]
+    if any(beat.round_ns is not None and beat.round_ns > SLOWER_MIN * slowest.step_ns for beat in open_still):
+        return None
+    if slowest.rounds == 1 and any(beat.learnt or beat.tries < TRIES_ENOUGH for beat in open_still):
+        return None  # rounds that are all alike may be several to a step, and the others would tell
     return slowest

@@ -138,7 +138,7 @@ def test_equal_rounds_with_any_own_times_tell_nothing() -> None:
 
 
 def test_small_operations_are_known_by_their_signature() -> None:
-    assert is_light(np.array([mark(0), mark(1), mark(63), mark(64), mark(BUCKET)], np.uint32)).tolist() == [
+    assert is_light(np.array([mark(0), mark(1), mark(31), mark(32), mark(BUCKET)], np.uint32)).tolist() == [
         *[True] * 3,
         *[False] * 2,
     ]

@@ -34,7 +34,7 @@ def told_of(looks: Iterable[tuple[float, JobFrames]]) -> list[Step]:
 )
 @pytest.mark.parametrize("seed", [0, 2, 6])
 def test_steps_of_a_simulated_training_are_told_within_a_tenth(seed: int, conditions: dict[str, float]) -> None:
-    played = Played(seed, **conditions)  # type: ignore[arg-type]
+    played = Played(seed, steps=160, **conditions)  # type: ignore[arg-type]
     true_ns = float(np.median(played.steps_ms)) * MS
     for rank in (0, played.layout.world - 1):
         told = told_of(played.looks(rank))
