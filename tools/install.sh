@@ -22,7 +22,7 @@ say() { echo "install: $*"; }
 # What must be there, and the package that brings it. Programs of Slurm live in sbin, which is not on every PATH.
 export PATH=$PATH:/usr/local/sbin:/usr/sbin:/sbin
 programs=(
-    "gcc gcc" "g++ g++" "ip iproute2" "nsenter util-linux"
+    "gcc gcc" "g++ g++" "ip iproute2" "nsenter util-linux" "nft nftables"
     "munged munge" "slurmctld slurmctld" "slurmd slurmd" "sbatch slurm-client"
 )
 [ "$what" = demo ] || programs+=("git git" "gdb gdb" "valgrind valgrind")

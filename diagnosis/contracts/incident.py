@@ -155,7 +155,8 @@ class KernelLine:
 class Fabric:
     """Links (L,): names, ends `a`, `b` by name and capacity. Flows (P,): `comm`, `src`, `dst` (ranks), achieved rate,
     round trip; the links of flow p are `path[path_start[p]:path_start[p + 1]]`. `resent` (P,): part of its segments
-    that had to be sent again; empty where nobody tells."""
+    that had to be sent again; `dragged` (P,): part of the time that its data was under way for longer than as much data
+    was before; both empty where nobody tells."""
 
     links: tuple[str, ...]
     a: tuple[str, ...]
@@ -169,6 +170,7 @@ class Fabric:
     path_start: NDArray[np.int64]
     path: Ints
     resent: Floats = field(default_factory=lambda: np.empty(0, np.float64))
+    dragged: Floats = field(default_factory=lambda: np.empty(0, np.float64))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -95,6 +95,7 @@ FLOW_DTYPE: Final = np.dtype(
         ("received_bytes", "<u8"),  # in the network window
         ("segments", "<u4"),  # data segments sent in the network window, those sent again among them
         ("resent", "<u4"),  # sent again in the network window
+        ("busy_us", "<u8"),  # with data under way or waiting to be, in the network window
         ("unacked", "<u4"),  # segments under way
         ("queued_bytes", "<u4"),  # written by the process and not acknowledged
         ("backoff", "u1"),  # doublings of the retransmission timer since an acknowledgement came

@@ -27,6 +27,8 @@ ALL_BAD = 0.75
 FULL = 0.9
 CROWDED = 2.0
 NAMED_MAX = 4
+DRAGGED_MIN = 0.15
+DRAGGED_PART = 0.5
 LOSSY_MIN = 0.003
 TIMES_THE_REST = 10.0
 
@@ -91,7 +93,8 @@ def dead_flows(fabric: Fabric) -> Bools:
 
 
 def _bad_flows(fabric: Fabric) -> Bools:
-    """Dead flows if there are any; else those below the widest gap in the rates of flows of as many hops (P,).
+    """Dead flows if there are any; else those whose own time explains most, where that is told; else those below the
+    widest gap in the rates of flows of as many hops (P,).
 
     Round trips stand in where no rate is told. A gap and no fixed part of the best: on a busy fabric healthy flows that
     share a link differ from each other by small whole factors.
@@ -99,6 +102,9 @@ def _bad_flows(fabric: Fabric) -> Bools:
     bad = dead_flows(fabric)
     if bad.any():
         return bad
+    if len(fabric.dragged) and np.isfinite(fabric.dragged).any():
+        floor = max(DRAGGED_MIN, DRAGGED_PART * float(np.nanmax(fabric.dragged)))
+        return np.asarray(np.nan_to_num(fabric.dragged) >= floor, np.bool_)
     hops = np.diff(fabric.path_start)
     for count in np.unique(hops):
         alike = np.flatnonzero(hops == count)
@@ -185,10 +191,14 @@ def _fault(fabric: Fabric, flows: np.ndarray) -> str:
     """What is wrong with flows, in words."""
     if dead_flows(fabric)[flows].any():
         return "dead: data is under way and nothing is acknowledged"
+    about = []
+    if len(fabric.dragged) and np.isfinite(fabric.dragged[flows]).any():
+        about.append(f"their data is late for up to {100 * np.nanmax(fabric.dragged[flows]):.0f} % of the time")
     if np.isfinite(fabric.rtt_us[flows]).any():
-        return f"slow (round trips of up to {np.nanmax(fabric.rtt_us[flows]) / 1000:.1f} ms)"
-    lost = np.isfinite(fabric.resent[flows]).any() if len(fabric.resent) else False
-    return f"lossy (up to {100 * np.nanmax(fabric.resent[flows]):.1f} % sent again)" if lost else "slow"
+        about.append(f"round trips of up to {np.nanmax(fabric.rtt_us[flows]) / 1000:.1f} ms")
+    if len(fabric.resent) and np.nan_to_num(fabric.resent[flows]).max(initial=0) >= LOSSY_MIN:
+        about.append(f"up to {100 * np.nanmax(fabric.resent[flows]):.1f} % sent again")
+    return f"slow ({', '.join(about)})" if about else "slow"
 
 
 def _share(fabric: Fabric, kind: str, name: str, flows: int) -> float:

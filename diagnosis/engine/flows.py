@@ -5,10 +5,15 @@ so what both nodes tell of it is one *flow*, and the rank at the far end is whoe
 round; that is remembered when the far node falls silent. Flows inside a node, and those to whoever is no rank of the
 job, say nothing of the network between its nodes and are left out.
 
-A flow is *busy* while it carries data: only then does its round trip speak of now. It is *dead* when data is under
+An end is *busy* while it sends data: only then does its round trip speak of now. A flow is *dead* when data is under
 way, the sender has doubled its timer more than once and nothing was acknowledged for seconds; a receiver that is merely
-stopped does not look so, for its kernel goes on acknowledging. Round trips are compared with the flow's own healthy
-past: where none grew clearly, they say nothing, and none is told.
+stopped does not look so, for its kernel goes on acknowledging.
+
+Whether a flow is slow is measured by the time that its data was under way, beyond what as many bytes took in the flow's
+own healthy past: what part of the time is that (`dragged`). In a ring all rates drop together, but only the path that
+holds up the others is at work all the time; it holds for a narrow path, a long one and one that loses alike. Round
+trips are the second best: where none grew clearly they say nothing, and none is told. Only the end that sends the data
+is asked: a lone small message is acknowledged late on purpose.
 
 Paths come from a tree of switches (Slurm's topology.conf). Without one each node has a link of its own to an unknown
 fabric. Links that the same flows take cannot be told apart and are one: of a job on two nodes, the path between them.
@@ -69,10 +74,13 @@ class FlowEnd:
     node: str
     measured_at: float = 0.0
     looks: int = 0
+    acked: int = 0
     busy: bool = False
     ever_busy: bool = False
     dead: bool = False
     resent: float | None = None
+    past_work: list[tuple[int, int]] = field(default_factory=list)
+    recent_drag: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
     past_us: list[float] = field(default_factory=list)
     recent_us: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
 
@@ -80,6 +88,11 @@ class FlowEnd:
     def rtt_us(self) -> float | None:
         """The round trip of the newest busy looks."""
         return float(np.median(self.recent_us)) if self.recent_us else None
+
+    @property
+    def dragged(self) -> float | None:
+        """Part of the time that data was under way for longer than before."""
+        return float(np.median(self.recent_drag)) if self.recent_drag else None
 
     @property
     def grown(self) -> bool:
@@ -149,7 +162,7 @@ class NetworkHistory:
         flows = self._flows(now, stale_s)
         if not flows:
             return None
-        told = any(end.grown for flow in flows for end in flow.fresh)
+        told = any(end.grown or end.dragged is not None for flow in flows for end in flow.fresh)
         links = _Links(topology, [flow.nodes for flow in flows])
         nothing = np.full(len(flows), np.nan)
         return Fabric(
@@ -165,6 +178,7 @@ class NetworkHistory:
             path_start=np.concatenate([[0], np.cumsum([len(path) for path in links.paths])]).astype(np.int64),
             path=np.array([link for path in links.paths for link in path], np.int32),
             resent=np.array([flow.resent for flow in flows], np.float64),
+            dragged=np.array([flow.dragged for flow in flows], np.float64),
         )
 
     def _flows(self, now: float, stale_s: float) -> list[_Flow]:
@@ -229,7 +243,12 @@ class _Flow:
 
     @property
     def rtt_us(self) -> float:
-        return max((end.rtt_us for end in self.fresh if end.busy and end.rtt_us is not None), default=np.nan)
+        told = [(end.acked, end.rtt_us) for end in self.fresh if end.busy and end.rtt_us is not None]
+        return max(told)[1] if told else np.nan
+
+    @property
+    def dragged(self) -> float:
+        return max((end.dragged for end in self.fresh if end.busy and end.dragged is not None), default=np.nan)
 
     @property
     def resent(self) -> float:
@@ -237,9 +256,9 @@ class _Flow:
 
 
 def _update(end: FlowEnd, row: np.void, window_s: float, at: float) -> None:
-    acked, received = _known(row, "acked_bytes"), _known(row, "received_bytes")
     end.measured_at = at
-    end.busy = window_s > 0 and (acked or 0) + (received or 0) >= BUSY_BYTES_PER_S * window_s
+    end.acked = _known(row, "acked_bytes") or 0
+    end.busy = window_s > 0 and end.acked >= BUSY_BYTES_PER_S * window_s
     unacked, backoff, age_ms = (_known(row, name) for name in ("unacked", "backoff", "ack_age_ms"))
     end.dead = bool(unacked) and (backoff or 0) >= DEAD_BACKOFF and (age_ms or 0) >= DEAD_MS
     segments, resent = _known(row, "segments"), _known(row, "resent")
@@ -249,9 +268,21 @@ def _update(end: FlowEnd, row: np.void, window_s: float, at: float) -> None:
         return
     end.ever_busy = True
     end.looks += 1
+    _weigh(end, _known(row, "busy_us"), window_s)
     end.recent_us.append(float(rtt))
     if end.looks > PAST_SKIPPED and len(end.past_us) < PAST_KEPT:
         end.past_us.append(float(rtt))
+
+
+def _weigh(end: FlowEnd, busy_us: int | None, window_s: float) -> None:
+    """Compare the time that the newest look's bytes took with the past."""
+    if busy_us is None:
+        return
+    if len(end.past_work) >= PAST_KEPT:
+        usual = sum(time for time, _ in end.past_work) / sum(acked for _, acked in end.past_work)
+        end.recent_drag.append((busy_us - end.acked * usual) / 1e6 / window_s)
+    elif end.looks > PAST_SKIPPED:
+        end.past_work.append((busy_us, end.acked))
 
 
 def _known(row: np.void, name: str) -> int | None:

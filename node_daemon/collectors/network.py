@@ -27,7 +27,7 @@ from node_daemon.log import EventLog
 from node_daemon.threads import OwnThread
 
 _log = EventLog("node_daemon.network")
-_COUNTERS: Final = ("acked_bytes", "received_bytes", "segments", "resent")
+_COUNTERS: Final = ("acked_bytes", "received_bytes", "segments", "resent", "busy_us")
 _Key = tuple[int, tuple[str, int], tuple[str, int]]
 
 

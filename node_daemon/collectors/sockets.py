@@ -55,6 +55,7 @@ class TcpSocket:
     received_bytes: int | None = None
     segments: int | None = None
     resent: int | None = None
+    busy_us: int | None = None
 
 
 def read_sockets(root: Path = Path("/proc")) -> list[TcpSocket]:
@@ -114,6 +115,7 @@ def _socket_of(message: bytes) -> TcpSocket:
         received_bytes=_field(info, "=Q", 128),
         segments=_field(info, "=I", 156),
         resent=_field(info, "=I", 100),
+        busy_us=_field(info, "=Q", 168),
     )
 
 

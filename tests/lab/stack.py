@@ -86,6 +86,9 @@ frame_root = "{frame_root}"
 [nvml]
 period_s = 1.0
 
+[network]
+period_s = 1.0
+
 [spool]
 drain_per_s = 50.0
 """

@@ -59,6 +59,8 @@ class Wires:
             moved = BUSY_BYTES if self.busy and not dead else 0
             told |= {"acked_bytes": moved, "received_bytes": moved, "segments": 1000 if moved else 0}
             told |= {"resent": 40 if touched & self.lossy and len(touched) == 2 else 0, "unacked": 3 if dead else 0}
+            late = touched & (self.lossy | self.slow.keys()) and len(touched) == 2
+            told |= {"busy_us": 0 if not moved else 700_000 if late else 100_000}
             told |= {"queued_bytes": 0, "backoff": 4 if dead else 0, "ack_age_ms": 5000 if dead else 10}
             for name, value in told.items():
                 table[at][name] = value

@@ -90,6 +90,7 @@ def test_loopback_has_its_address_and_is_a_port_only_when_asked_for() -> None:
 
 def _socket(**about: int | None) -> TcpSocket:
     values = {"queued_bytes": 0, "backoff": 0, "acked_bytes": 100, "received_bytes": 0, "segments": 2, "resent": 0}
+    values |= {"busy_us": 30}
     return TcpSocket(("10.0.0.1", 1000), ("10.0.0.2", 2000), 7, 5, **(values | about))  # type: ignore[arg-type]
 
 
@@ -104,8 +105,8 @@ def test_counters_are_told_as_what_was_added_and_null_at_first_and_where_they_ra
         _Owners(), lambda: answers.pop(0), lambda: {"10.0.0.1": "ib0"}, iter([1.0, 3.0, 5.0]).__next__
     )
     first, second, third = (source.read({42: 5}) for _ in range(3))
-    assert first.flows[42][0].added == (None,) * 4
-    assert (second.flows[42][0].added, second.window_ms) == ((250, 0, 0, 0), 2000)
+    assert first.flows[42][0].added == (None,) * 5
+    assert (second.flows[42][0].added, second.window_ms) == ((250, 0, 0, 0, 0), 2000)
     assert third.flows[42][0].added[0] is None
 
 
@@ -119,7 +120,7 @@ def test_a_source_that_fails_is_its_own_fault_and_says_nothing_of_the_network() 
 
 def test_flows_travel_with_their_rank_and_come_back_as_they_were() -> None:
     monitor = NetworkMonitor(NetworkSource(), period_s=1, deadline_s=1)
-    flow = Flow(_socket(rtt_us=120, unacked=3, ack_age_ms=40), (250, None, 2, 0))
+    flow = Flow(_socket(rtt_us=120, unacked=3, ack_age_ms=40), (250, None, 2, 0, 9))
     monitor._newest = Look({42: [flow]}, [NicFacts("ib0", True, 100.0)], {"10.0.0.1": "ib0"}, 1000)
     told = probeframe.parse(FrameImage(42, 1).tobytes())
     frame = FrameSample(42, 1, ord("S"), 0, told.header, told.slots, told.slots)

@@ -57,6 +57,7 @@ def build_fabric(raw: FabricFile, world: int, comms: dict[str, int], limits: Lim
         path_start=np.concatenate([[0], np.cumsum([len(path) for path in paths])]).astype(np.int64),
         path=np.array([index for path in paths for index in path], np.int32),
         resent=_sound([flow.resent for flow in flows], notes),
+        dragged=_sound([flow.dragged for flow in flows], notes),
     )
 
 

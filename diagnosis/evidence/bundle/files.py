@@ -182,6 +182,7 @@ class FlowItem(msgspec.Struct):
     gbps: float | None = None
     rtt_us: float | None = None
     resent: float | None = None
+    dragged: float | None = None
 
 
 class FabricFile(msgspec.Struct):

@@ -160,7 +160,8 @@ def _observations(source: str, table: HealthTable, entity: str, names: tuple[str
 
 def _fabric(fabric: Fabric, comm_ids: tuple[str, ...]) -> Item:
     capacity, gbps, rtt = _told(fabric.capacity_gbps), _told(fabric.gbps), _told(fabric.rtt_us)
-    resent = _told(fabric.resent) if len(fabric.resent) else [None] * len(gbps)
+    more = {"resent": fabric.resent, "dragged": fabric.dragged}
+    extra = {name: _told(column) for name, column in more.items() if len(column)}
     return {
         "links": [
             {"id": name, "a": fabric.a[at] or None, "b": fabric.b[at] or None, "gbps": capacity[at]}
@@ -174,7 +175,7 @@ def _fabric(fabric: Fabric, comm_ids: tuple[str, ...]) -> Item:
                 "path": [fabric.links[link] for link in fabric.path[fabric.path_start[at] : fabric.path_start[at + 1]]],
                 "gbps": gbps[at],
                 "rtt_us": rtt[at],
-                **({} if resent[at] is None else {"resent": resent[at]}),
+                **{name: column[at] for name, column in extra.items() if column[at] is not None},
             }
             for at, comm in enumerate(fabric.comm.tolist())
         ],
