@@ -83,6 +83,7 @@ class SimJob:
             for name, value in zip(wire.RANK_DTYPE.names or (), known, strict=False):
                 ranks[name][row] = value
             comms["send"] = comms["recv"] = null_of(np.dtype("u4"))
+            comms["idle_seq"] = null_of(np.dtype("u8"))
             comms[row]["rank_row"], comms[row]["comm_id"] = row, COMM_ID
             comms[row]["comm_size"], comms[row]["comm_rank"] = len(self.ranks), rank.rank
             comms[row]["state"] = wire.CommState.RUNNING if rank.running else wire.CommState.DONE

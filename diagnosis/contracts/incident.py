@@ -111,6 +111,7 @@ class Frames:
     dur_min_ms: Floats
     dur_max_ms: Floats
     gap_ms: Floats
+    idle_seq: Floats
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -71,6 +71,9 @@ COMM_DTYPE: Final = np.dtype(
         ("gap_us", "<u8"),  # the rank's own time before each, summed
         ("signature", "<u4"),  # of the newest round
         ("errors", "<u4"),
+        # No kernel of NCCL runs in the process, and this is the newest round here that one ran for: it stands in no
+        # round, whatever is enqueued. Null: not told, or one runs.
+        ("idle_seq", "<u8"),
     ]
 )
 ROUND_DTYPE: Final = np.dtype(

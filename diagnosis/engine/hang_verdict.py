@@ -28,6 +28,7 @@ FLOWS_DEAD = 0.95  # what all dead flows have in common: 952 of 952
 FELL_SILENT = 0.9  # 960 of 960, but what silences a collector may do so at that moment
 COUNTS = 0.9  # transfer steps told on both sides of the cut: 886 of 886, no second witness
 KILLED_NEAR = 0.9  # waited for, and the kernel killed or lost some process of its node
+NOT_BEGUN = 0.75  # called, and its GPU never began it: its stream waits for something that nobody tells; not drilled
 CIRCLE = 0.85  # a circle that takes rounds for not begun because no step was made
 NEVER_HEARD = 0.85  # the one member that was never heard: 960 of 960, none of them with another unheard one
 COUNTS_BOUNDED = 0.8  # transfer steps of which some are bounds: 49 of 51
@@ -153,7 +154,9 @@ def _not_entered(case: _Case) -> Verdict:
 
 def _root(case: _Case, rank: int) -> Culprit:
     stall, waiters = case.stall, case.stall.waiters.get(rank, 0)
+    kept_out = bool(case.lanes.ranks_in(stall.now.pending & stall.now.kept_out)[rank])
     where = "stands inside a round" if rank in stall.entered else "has not entered the round"
+    where = "has called the round and its GPU has not begun it, nor runs another" if kept_out else where
     text = f"rank {rank} {where}; {waiters} ranks wait for it and it waits for nobody"
     case.evidence.append(EvidenceItem(kind="wait_for", text=text, value=float(waiters)))
     state = case.lanes.incident.process_state.get(rank, "")
@@ -169,7 +172,7 @@ def _root(case: _Case, rank: int) -> Culprit:
     _cite(case, killed)
     if state in GONE or (killed and state not in HALTED):
         return case.culprit(rank, "process_exit", SEEN_BY_KERNEL if state in GONE else KILLED_NEAR)
-    seen = VAGUE if stall.vague else NOT_ENTERED
+    seen = VAGUE if stall.vague else NOT_BEGUN if kept_out else NOT_ENTERED
     return case.culprit(rank, "process_stuck", SEEN_BY_KERNEL if state in HALTED else seen)
 
 

@@ -55,6 +55,7 @@ class MemberNow:
     """One rank in one communicator. `since`: when it entered the oldest open round, or left its last one.
 
     `done_seq` None: its probe does not see the ends of rounds, and `since` is when it last did anything at all.
+    `idle_seq`: its process runs no operation of NCCL, and this is the newest round that it ran here; None: not told.
     """
 
     rank: int
@@ -68,6 +69,7 @@ class MemberNow:
     signature: int | None
     send: int | None
     recv: int | None
+    idle_seq: int | None
     measured_at: float
 
 
@@ -245,13 +247,14 @@ class JobHistory:
                 comm_rank=position,
                 state=int(row["state"]),
                 seq=int(row["seq"]),
-                done_seq=None if int(row["done_seq"]) == _NULL_U8 else int(row["done_seq"]),
+                done_seq=_known_long(int(row["done_seq"])),
                 since=at - (age / 1e6 if age != _NULL_U8 else 0.0),
                 op=int(row["op"]),
                 count=int(row["count"]),
                 signature=_known(int(row["signature"])) or None,  # 0: the library did not tell
                 send=_known(int(row["send"])),
                 recv=_known(int(row["recv"])),
+                idle_seq=_known_long(int(row["idle_seq"])),
                 measured_at=at,
             )
         return comm, position
@@ -283,3 +286,7 @@ class JobHistory:
 
 def _known(value: int) -> int | None:
     return None if value == _NULL_U4 else value
+
+
+def _known_long(value: int) -> int | None:
+    return None if value == _NULL_U8 else value

@@ -93,7 +93,9 @@ class Lanes:
 class Now:
     """The newest words of each lane (M,). `heard`: the lane's rank spoke of it in its newest frame.
 
-    `done`: rounds 0..done are complete; `seq`: the newest round entered or enqueued (NaN none).
+    `done`: rounds 0..done are complete; `seq`: the newest round entered or enqueued (NaN none). `idle_seq`: the rank
+    runs no operation of its library, and this is the newest round of the lane that it ran. `kept_out`: as `presence`
+    tells.
     """
 
     heard: Bools
@@ -105,6 +107,8 @@ class Now:
     send: Floats
     recv: Floats
     signature: Ints
+    idle_seq: Floats
+    kept_out: Bools
 
     @property
     def pending(self) -> Bools:
@@ -233,6 +237,8 @@ def newest(lanes: Lanes) -> Now:
         send=spread(frames.send),
         recv=spread(frames.recv),
         signature=signature,
+        idle_seq=spread(frames.idle_seq),
+        kept_out=np.zeros(lanes.count, np.bool_),
     )
 
 

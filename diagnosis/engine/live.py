@@ -209,6 +209,7 @@ def _now_of(member: MemberNow, now: float, entered_by_all: int, entered_by_any: 
         "rounds": 0.0,
         "send": np.nan if member.send is None else float(member.send),
         "recv": np.nan if member.recv is None else float(member.recv),
+        "idle_seq": np.nan if member.idle_seq is None else float(member.idle_seq),
     }
 
 
@@ -329,6 +330,7 @@ def _frames(history: JobHistory, rows: _Rows) -> Frames:
         dur_min_ms=column("dur_min_ms"),
         dur_max_ms=column("dur_max_ms"),
         gap_ms=column("gap_ms"),
+        idle_seq=column("idle_seq"),
     )
 
 

@@ -9,6 +9,9 @@ a member sends what it received: its successor's steps prove that it has begun, 
 *Tree*: a member passes up what has come from all below it, and nothing comes down before the root has it. So one that
 sent anything proves that all below it have begun, and a leaf that received anything that all have.
 
+*No steps needed*: NCCL tells when a kernel begins. A round that is enqueued, runs on others and never began here, while
+nothing else of NCCL runs here, lacks this rank as if it had not called it.
+
 A rank stands in one round at a time. So one that has begun a round which still stands is a victim like all others
 in it, and a round of another communicator that lacks it waits for a victim.
 """
@@ -54,7 +57,25 @@ def filled(lanes: Lanes, now: Now) -> Now:
         newest = np.fmax(lanes.over_members(np.where(inside, seq, np.nan), np.fmax), 0.0)[lanes.comm]
         seq = np.where(lost, np.where(np.isnan(done), newest, done + 1), seq)
         done = np.where(lost & np.isnan(done), seq - 1, done)
-    return replace(now, state=state.astype(np.uint8), seq=seq, done=done)
+    return _kept_out(lanes, replace(now, state=state.astype(np.uint8), seq=seq, done=done))
+
+
+def _kept_out(lanes: Lanes, now: Now) -> Now:
+    """The same with the lanes marked whose round runs on other members and has not begun on this one.
+
+    The program has called it, and the GPU is not there: its stream is behind other work, or stuck. It runs no other
+    operation of its library either, so the rank waits for no rank that is known, and the others wait for it. Where more
+    are outside than inside, whatever it is is not the doing of those outside.
+    """
+    collective = lanes.incident.communicators.kind[lanes.comm] != Kind.P2P
+    runs = now.pending & (now.state == State.RUNNING) & collective
+    newest = lanes.over_members(np.where(runs, now.done + 1, -1.0), np.maximum)[lanes.comm]
+    out = now.heard & ~runs & collective & (newest > 0) & (now.idle_seq < newest) & (now.seq >= newest)
+    out &= (lanes.members_in(out) < lanes.members_in(runs))[lanes.comm]
+    if not out.any():
+        return now
+    state = np.where(out, State.ENQUEUED, now.state).astype(np.uint8)
+    return replace(now, state=state, done=np.where(out, newest - 1, now.done), kept_out=out)
 
 
 def begun(lanes: Lanes, now: Now, stalled: Bools) -> Signs:

@@ -17,8 +17,8 @@ round himself.
 
 The host may run ahead of the GPU: then several rounds are enqueued on a rank and nobody knows which one it stands
 in. A root has nothing enqueued at all, so its rule does not need to know. For the others: a round that is enqueued has
-certainly not begun where the rank is seen running another one, or where no step was made on a transport that counts
-them; the rank is then as absent from it as one that has not called it.
+certainly not begun where the rank is seen running another one, where no step was made on a transport that counts them,
+or where NCCL tells that it runs no kernel there; the rank is then as absent from it as one that has not called it.
 """
 
 from __future__ import annotations
@@ -95,7 +95,8 @@ def find_stall(lanes: Lanes, limits: Thresholds) -> Stall | None:
     in_stall = stalled[lanes.comm]
     unheard, mute = _unheard(lanes, now, long), _mute(lanes, now)
     now = replace(now, heard=now.heard & ~unheard[lanes.rank])
-    waiting = lanes.ranks_in(now.pending & in_stall)
+    stands_nowhere = lanes.ranks_in(now.kept_out)[lanes.rank] & ~np.isnan(now.idle_seq)
+    waiting = lanes.ranks_in(now.pending & ~stands_nowhere & in_stall)
     ages = now.age_ms[now.heard & ~np.isnan(now.age_ms) & in_stall]
     quiet_ms = float(ages.min()) if len(ages) else np.nan
     stall = Stall(quiet_ms, stalled, waiting, unheard, now, begun(lanes, now, stalled), mute)
@@ -187,7 +188,7 @@ def _clear(votes: Counter[int], tied: set[int]) -> int | None:
 def _find_roots(lanes: Lanes, stall: Stall) -> None:
     blamed, behind = _blame(lanes, stall)
     idle = (blamed > 0) & ~stall.waiting & ~stall.unheard
-    vague = lanes.ranks_in(stall.now.heard & (stall.now.state == State.UNKNOWN))
+    vague = lanes.ranks_in(stall.now.heard & (stall.now.state == State.UNKNOWN) & np.isnan(stall.now.idle_seq))
     stall.vague = bool(idle.any() and not (idle & ~vague).any())
     outside = np.flatnonzero(idle & (~vague | stall.vague))
     stall.left = _left_inside(lanes, stall)
@@ -323,12 +324,13 @@ def _blame(lanes: Lanes, stall: Stall) -> tuple[Longs, Bools]:
 
 
 def _queued(lanes: Lanes, stall: Stall) -> Bools:
-    """Rounds that are enqueued and have not begun (M,): the rank is seen running another, or no step was made."""
+    """Rounds that are enqueued and have not begun (M,): the rank is seen running another, no step was made, or its GPU
+    says so."""
     now = stall.now
     running = _running(stall)
     untouched = ((now.send == 0) & (now.recv == 0)) | (stall.begun < 0)
     waits = now.pending & (now.state == State.ENQUEUED) & ~running
-    return np.asarray(waits & (lanes.ranks_in(running)[lanes.rank] | untouched), np.bool_)
+    return np.asarray(waits & (lanes.ranks_in(running)[lanes.rank] | untouched | now.kept_out), np.bool_)
 
 
 def _running(stall: Stall) -> Bools:

@@ -37,6 +37,7 @@ ROW_NUMBERS: Final = (
     "dur_min_ms",
     "dur_max_ms",
     "gap_ms",
+    "idle_seq",
 )
 """Measured columns of a row of a frame; none of them can be negative."""
 
@@ -123,6 +124,7 @@ class RowLine(msgspec.Struct, gc=False):
     dur_min_ms: float | None = None
     dur_max_ms: float | None = None
     gap_ms: float | None = None
+    idle_seq: float | None = None
 
 
 class FrameLine(msgspec.Struct):
