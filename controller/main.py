@@ -38,6 +38,7 @@ from controller.store.sqlite import SqliteStore
 from controller.web.app import Page
 from diagnosis.contracts.errors import OperatorFault
 from remediation.backends.scontrol import ScontrolBackend
+from remediation.backends.topology import read_topology
 from remediation.policy.rules import Policy
 
 STATE_FILE: Final = "state.db"
@@ -86,7 +87,8 @@ class Controller:
         self._clock = SteadyClock()
         self._pause = Pause(settings.state_dir)
         self._notifier = Notifier(store, settings.notify, clock=self._clock)
-        self._registry = Registry(settings.detect.thresholds())
+        topology = read_topology(settings.slurm.topology_file) if settings.slurm.topology_file else {}
+        self._registry = Registry(settings.detect.thresholds(), topology)
         self._channels = ControlChannels(settings.server.report_period_ms)
         self._loop = ControlLoop(
             store=store,

@@ -20,6 +20,7 @@ from diagnosis.contracts.columns import unpack
 from diagnosis.contracts.gathered import Gathered, unpack_all
 from diagnosis.contracts.report import Acknowledgement, GpuFacts, HardwareFacts, JobSample, Report
 from diagnosis.contracts.verdict import Verdict
+from diagnosis.engine.flows import Topology
 from diagnosis.engine.history import JobHistory
 from diagnosis.engine.thresholds import Thresholds
 from remediation.policy.world import JobView, World
@@ -98,8 +99,9 @@ class NodeStatus(msgspec.Struct, kw_only=True):
 class Registry:
     """See the module. Bounded by Slurm's own jobs and nodes: what Slurm does not know is not kept."""
 
-    def __init__(self, limits: Thresholds) -> None:
+    def __init__(self, limits: Thresholds, topology: Topology | None = None) -> None:
         self.limits = limits
+        self._topology = topology or {}
         self.nodes: dict[str, NodeNow] = {}
         self.histories: dict[Attempt, JobHistory] = {}
         self.unconfirmed: set[Attempt] = set()
@@ -183,6 +185,7 @@ class Registry:
         if history is None:
             ranks_max = wire.RANKS_MAX * len(job.nodes)
             history = self.histories[attempt] = JobHistory(*attempt, self.limits, measured_at, ranks_max)
+            history.topology = self._topology
         history.observe(report.node, report.boot_id, sample, measured_at, report.network)
 
     def confirm(self, world: World) -> None:

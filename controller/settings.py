@@ -101,6 +101,8 @@ class Slurm(_Section):
     backend: Literal["scontrol"] = "scontrol"
     path: AbsolutePath | None = None
     """Directory with scontrol and squeue; not set: found on PATH."""
+    topology_file: AbsolutePath | None = None
+    """Slurm's topology.conf; not set: the switches between nodes are unknown."""
     call_deadline_s: float = Field(10.0, gt=0, le=120)
     snapshot_period_s: float = Field(2.0, gt=0, le=60)
 
