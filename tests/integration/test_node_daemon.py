@@ -20,10 +20,12 @@ import pytest_asyncio
 from controller.settings import Server
 from diagnosis.contracts import report
 from diagnosis.contracts.columns import Table, unpack
-from diagnosis.contracts.control import CollectEvent
+from diagnosis.contracts.control import ArmEvent, CollectEvent
 from diagnosis.contracts.credential import node_key
 from diagnosis.contracts.report import Report
+from node_daemon.native.nccl.masks import Event
 from tests import eventually as waiting
+from tests.integration import nccl_double
 from tests.integration.controller_site import SECRET, IngestSite
 from tests.lab.nvml import DRIVER_NOT_LOADED, FakeGpus, build
 from tests.nodeframes import FrameImage, idle_process, waiting_python
@@ -360,3 +362,20 @@ async def test_the_capabilities_of_the_unit_are_enough(site: IngestSite, daemon:
     (process,) = site.evidence[0].processes
     assert process.kernel_stack is not None, process.notes
     assert process.wchan is not None
+
+
+async def test_the_controller_has_a_job_s_nccl_tell_more_and_the_report_marks_it(
+    site: IngestSite, daemon: Daemon, tmp_path: Path
+) -> None:
+    daemon.start()
+    await eventually(lambda: daemon.node_directory.is_dir())
+    environment = {"TOCSIN_NCCL_EVENTS": "-", "FAKE_NCCL_VERSION": "23102", "RANK": "3", "WORLD_SIZE": "16"}
+    with nccl_double.running(nccl_double.build(tmp_path), daemon.job(), 7, **environment) as job:
+        job.ask(f"comm a {nccl_double.COMM_ID} 16 3")
+        job.ask("allreduce a 1 2 3")
+        await eventually(lambda: ranks_of(newest(site))["armed"].tolist() == [0])
+        await eventually(lambda: site.channels.nodes() == {NODE})
+        assert site.channels.send(NODE, ArmEvent(job_id=7, restart=0))
+        await eventually(lambda: ranks_of(newest(site))["armed"].tolist() == [1])
+        job.ask("allreduce a 1 2 3")
+        assert Event.PROXY_STEP | Event.KERNEL_CH in Event(int(job.ask("mask")))
