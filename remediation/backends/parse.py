@@ -40,6 +40,8 @@ EXCLUDE_FORMAT: Final = "%A|%x"
 NAME_FIELDS: Final = ("JobID", "ArrayJobID", "ArrayTaskID", "HetJobID")
 NAME_FORMAT: Final = ",".join(f"{name}:0|" for name in NAME_FIELDS)
 HOSTS_MAX: Final = 1_000_000
+DIGITS_MAX: Final = 9
+_RANGE: Final = re.compile(r"(\d+)-(\d+)")
 _NOT_SET: Final = frozenset({"", "(null)", "N/A", "None", "n/a", "Unknown"})
 _REASON: Final = re.compile(r" Reason=(?P<text>.*?) \[(?P<user>[^\s@\[\]]+)@\d{4}-\d\d-\d\dT[\d:]+\](?: |$)")
 _GPUS: Final = re.compile(r"gpu(?::[^:(),]+)?:(\d+)(?:\(.*\))?")
@@ -183,11 +185,18 @@ def names(text: str) -> list[JobName]:
     return found
 
 
+def _span(low: str, high: str) -> int:
+    return abs(int(high) - int(low)) + 1 if max(len(low), len(high)) <= DIGITS_MAX else HOSTS_MAX + 1
+
+
 @lru_cache(maxsize=1024)
 def hosts(text: str) -> tuple[str, ...]:
     """The names in a host list such as `gpu[001-003,007]`, in order. Raises NodeSetException or ValueError."""
     if text in _NOT_SET:
         return ()
+    # Counted before it is spelled out: one range of nine digits is a hundred gigabytes of names.
+    if sum(_span(low, high) for low, high in _RANGE.findall(text)) > HOSTS_MAX:
+        raise ValueError(f"more than {HOSTS_MAX} hosts")
     listed = NodeSet(text, resolver=RESOLVER_NOGROUP)
     if len(listed) > HOSTS_MAX:
         raise ValueError(f"more than {HOSTS_MAX} hosts")

@@ -171,3 +171,9 @@ def test_a_nodes_version_is_slurmds_and_nothing_that_the_node_says_of_itself(os:
 def test_a_node_that_does_not_tell_its_version_has_none() -> None:
     line = node_line(os="Linux Version=99.11.1 x").replace(" Version=22.05.8", "", 1)
     assert parse.nodes(line)["gpu003"].version is None
+
+
+@pytest.mark.parametrize("text", ["n[1-99999999]", "n[0-99999999999999999999]", "n[1-600000,700000-1300000]"])
+def test_a_host_list_is_counted_before_it_is_spelled_out(text: str) -> None:
+    with pytest.raises(ValueError, match="more than"):
+        parse.hosts(text)
