@@ -41,6 +41,7 @@ NAME_FIELDS: Final = ("JobID", "ArrayJobID", "ArrayTaskID", "HetJobID")
 NAME_FORMAT: Final = ",".join(f"{name}:0|" for name in NAME_FIELDS)
 HOSTS_MAX: Final = 1_000_000
 DIGITS_MAX: Final = 9
+_BRACKETS: Final = re.compile(r"\[([^\]]*)")
 _RANGE: Final = re.compile(r"(\d+)-(\d+)")
 _NOT_SET: Final = frozenset({"", "(null)", "N/A", "None", "n/a", "Unknown"})
 _REASON: Final = re.compile(r" Reason=(?P<text>.*?) \[(?P<user>[^\s@\[\]]+)@\d{4}-\d\d-\d\dT[\d:]+\](?: |$)")
@@ -195,7 +196,7 @@ def hosts(text: str) -> tuple[str, ...]:
     if text in _NOT_SET:
         return ()
     # Counted before it is spelled out: one range of nine digits is a hundred gigabytes of names.
-    if sum(_span(low, high) for low, high in _RANGE.findall(text)) > HOSTS_MAX:
+    if sum(_span(low, high) for low, high in _RANGE.findall(",".join(_BRACKETS.findall(text)))) > HOSTS_MAX:
         raise ValueError(f"more than {HOSTS_MAX} hosts")
     listed = NodeSet(text, resolver=RESOLVER_NOGROUP)
     if len(listed) > HOSTS_MAX:

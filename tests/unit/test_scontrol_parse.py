@@ -177,3 +177,4 @@ def test_a_node_that_does_not_tell_its_version_has_none() -> None:
 def test_a_host_list_is_counted_before_it_is_spelled_out(text: str) -> None:
     with pytest.raises(ValueError, match="more than"):
         parse.hosts(text)
+    assert parse.hosts("gpu20261130-1") == ("gpu20261130-1",)
