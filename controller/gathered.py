@@ -97,8 +97,8 @@ class GatheredParts:
 
 
 def kinds_of(part: Gathered) -> Iterator[tuple[str, bytes]]:
-    """(kind, JSON) of what a part holds."""
-    for kind in ("ras", "flights", "processes"):
-        content = getattr(part, kind)
+    """(kind, JSON) of what a part holds. "processes" are the stacks that were asked for; these are "liveness"."""
+    for kind, name in (("ras", "ras"), ("flights", "flights"), ("liveness", "processes")):
+        content = getattr(part, name)
         if content:
-            yield kind, msgspec.json.encode({"suspicion": part.suspicion, "quiet_ms": part.quiet_ms, kind: content})
+            yield kind, msgspec.json.encode({"suspicion": part.suspicion, "quiet_ms": part.quiet_ms, name: content})

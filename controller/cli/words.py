@@ -149,6 +149,11 @@ def _facts(incident: Incident) -> list[tuple[str, str]]:
 
 def _evidence_lines(row: NodeEvidence) -> Iterator[str]:
     yield ""
+    if row.lines:
+        yield clean(f"{row.node} gathered {row.kind}:")
+        for line in row.lines:
+            yield clean(f"  {line}")
+        return
     if row.told is None:
         yield clean(f"{row.node} sent {row.size_bytes} bytes of kind {row.kind}")
         return

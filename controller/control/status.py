@@ -11,8 +11,9 @@ from typing import Final, Protocol
 import msgspec
 
 from controller.control.pause import Pause, PauseState
+from controller.gathered_words import lines_of
 from controller.registry import JobStatus, NodeStatus
-from controller.store.base import Incident, OutboxCounts, Store
+from controller.store.base import EvidenceRow, Incident, OutboxCounts, Store
 from diagnosis.contracts.control import Evidence
 from remediation.policy.case import ActRecord
 
@@ -56,13 +57,15 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NodeEvidence(msgspec.Struct, frozen=True, kw_only=True):
-    """What one node sent for an incident. `told` None: of another kind than process evidence, or unreadable."""
+    """What one node sent for an incident. `told` None: of another kind than process evidence, or unreadable. `lines`:
+    in words, of what nodes gather by themselves."""
 
     node: str
     kind: str
     at: float
     size_bytes: int
     told: Evidence | None
+    lines: list[str] = []
 
 
 class IncidentDetail(msgspec.Struct, frozen=True, kw_only=True):
@@ -148,11 +151,14 @@ class View:
         incident = await self._store.incident(incident_id)
         if incident is None:
             return None
-        evidence = [
-            NodeEvidence(node=row.node, kind=row.kind, at=row.at, size_bytes=len(row.payload), told=_read(row.payload))
-            for row in await self._store.evidence(incident_id)
-        ]
+        evidence = [_of_node(row) for row in await self._store.evidence(incident_id)]
         return IncidentDetail(incident=incident, acts=await self._store.acts(incident_id), evidence=evidence)
+
+
+def _of_node(row: EvidenceRow) -> NodeEvidence:
+    told = _read(row.payload)
+    lines = lines_of(row.payload) if told is None else []
+    return NodeEvidence(node=row.node, kind=row.kind, at=row.at, size_bytes=len(row.payload), told=told, lines=lines)
 
 
 def _read(payload: bytes) -> Evidence | None:

@@ -119,7 +119,8 @@ class Demo:
         incident = self.act(job, victim.node)
         self.check(self.lab.drain_reasons() == {}, "nothing is drained", self.lab.drain_reasons())
         self.check(incident["verdict"]["class"] == "H1", "the class is H1", incident["verdict"]["class"])
-        kept = [p for e in self.stack.detail(incident["id"])["evidence"] for p in e["told"]["processes"]]
+        told = [row["told"] for row in self.stack.detail(incident["id"])["evidence"]]
+        kept = [process for one in told if one is not None for process in one["processes"]]
         stopped = [process for process in kept if process["rank"] == CULPRIT and process["state"] == "T"]
         self.check(bool(stopped), "the state of the stopped process is kept as evidence")
         if stopped:

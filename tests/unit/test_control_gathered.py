@@ -9,16 +9,19 @@ import msgspec
 import pytest
 
 from controller import gathered
-from controller.gathered import GatheredParts
+from controller.gathered import GatheredParts, kinds_of
+from controller.gathered_words import lines_of
 from controller.registry import Arrived
 from controller.store.sqlite import SqliteStore
 from diagnosis.contracts.gathered import (
     FlightFacts,
+    FlightGroup,
     Gathered,
     ProcessFacts,
     RasComm,
     RasDifference,
     RasFacts,
+    RasProcess,
     RasRank,
     RasValue,
     pack,
@@ -104,7 +107,7 @@ async def test_evidence_that_came_before_the_incident_is_kept_with_it_and_cited(
     (incident,) = await world.incidents()
     assert (incident.verdict.class_, [one.rank for one in incident.verdict.culprits]) == ("H1", [CULPRIT])
     assert len(said(incident.verdict.evidence)) == 1
-    assert await kinds(world) == [("gpu001", "ras"), ("gpu001", "processes")]
+    assert await kinds(world) == [("gpu001", "ras"), ("gpu001", "liveness")]
     (row, _) = await world.store.evidence(incident.id)
     assert msgspec.json.decode(row.payload)["ras"]["answers"] == 2
 
@@ -217,3 +220,69 @@ async def test_what_is_held_is_bounded_and_forgotten_with_its_attempt(
     parts.hold([], set())
     assert parts._held == {}
     await store.close()
+
+
+# -- in words ----------------------------------------------------------------------------------------------------------
+
+
+def in_words(**kinds: object) -> list[str]:
+    part = Gathered(job_id=JOB, restart=0, uid=1, suspicion=1, **kinds)  # type: ignore[arg-type]
+    return [line for _, payload in kinds_of(part) for line in lines_of(payload)]
+
+
+def test_people_read_what_ras_says() -> None:
+    known = [RasRank(rank=2, pid=7, world_rank=10)]
+    values = [RasValue(value=9, ranks=70), RasValue(value=8, ranks=1, listed=known)]
+    comm = RasComm(
+        hash="0xabc",
+        size=72,
+        heard=71,
+        missing=[RasRank(rank=3, world_rank=11)],
+        missing_count=1,
+        launched=9,
+        differs=[RasDifference(what="AllReduce", values=values)],
+    )
+    silent = [RasProcess(pid=77, host="10.0.0.1"), RasProcess(pid=78, dead=True, world_rank=4)]
+    ras = RasFacts(
+        state="ok", answers=2, apart_s=5.0, nccl_version="2.30.7", comms=[comm], processes=silent, notes=["x"]
+    )
+    assert in_words(ras=ras) == [
+        "NCCL's RAS is ok (NCCL 2.30.7, asked twice, 5 s apart)",
+        "process 77 (on 10.0.0.1) does not answer",
+        "process 78 (rank 4) is considered dead",
+        "communicator 0xabc: 71 of 72 ranks answer, missing: rank 11, up to 9 launched",
+        "  AllReduce: 9 by 70 ranks; 8 by rank 10",
+        "x",
+    ]
+
+
+def test_people_read_how_processes_ended_and_where_recorders_stand() -> None:
+    processes = [
+        ProcessFacts(world_rank=1, pid=5, state="S", wchan="futex_wait"),
+        ProcessFacts(world_rank=2, pid=6, state="Z", signal=9, oom_kills=1, cgroup="memory/job_7"),
+        ProcessFacts(world_rank=3, pid=7, state="X", pid_reused=True, notes=["n"]),
+        ProcessFacts(world_rank=4, pid=8, exit_code=3),
+    ]
+    assert in_words(processes=processes) == [
+        "rank 1, pid 5, state S; waits in futex_wait",
+        "rank 2, pid 6, state Z; ended by signal 9; the kernel has killed 1 processes of memory/job_7 for memory",
+        "rank 3, pid 7, state X; its number belongs to another process now; n",
+        "rank 4, pid 8, state not known; ended with code 3",
+    ]
+    group = FlightGroup(group="0", kind="default_pg", ended=5, stands_at=6, operation="all_reduce")
+    flights = [FlightFacts(world_rank=0, source="json", groups=[group]), FlightFacts(world_rank=1, notes=["none"])]
+    assert in_words(flights=flights) == [
+        "rank 0, group 0 default_pg: newest ended 5, stands at 6 (all_reduce) (json)",
+        "rank 1: no flight recorder (none)",
+    ]
+
+
+@pytest.mark.parametrize("payload", [b"", b"[]", b"{", b'{"ras": 7}', b"\xff"])
+def test_what_is_none_of_it_has_no_words(payload: bytes) -> None:
+    assert lines_of(payload) == []
+
+
+def test_words_are_bounded() -> None:
+    flights = [FlightFacts(world_rank=rank, notes=["n" * 5000]) for rank in range(256)]
+    lines = in_words(flights=flights)
+    assert (len(lines), max(map(len, lines))) == (64, 400)
