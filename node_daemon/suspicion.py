@@ -77,7 +77,7 @@ def _progress(job: JobFrames) -> frozenset[tuple[int, int, int]]:
         (
             frame.pid,
             int(frame.header["last_leave_ns"]),
-            int(frame.slots["enqueued"].sum() + frame.slots["started"].sum() + frame.slots["done"].sum()),
+            sum(int(frame.slots[name].sum()) for name in ("enqueued", "started", "done")),
         )
         for frame in job.frames
     )

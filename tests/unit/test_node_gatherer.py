@@ -110,6 +110,22 @@ def test_a_job_whose_processes_have_all_ended_does_not_hang(tmp_path: Path) -> N
     assert suspected(watch, job, 1000.0) == []
 
 
+@pytest.mark.filterwarnings("error")
+def test_numbers_that_a_job_makes_up_are_numbers_and_nothing_more(job: Job) -> None:
+    for image in job.images:
+        image.header["rank"], image.header["last_leave_ns"] = -5, (1 << 64) - 1
+        for name in ("enqueued", "started", "done", "comm_id"):
+            image.slots[:][name] = (1 << 64) - 1
+        image.slots[0]["done"] = 0
+        image.slots[:]["comm_size"], image.slots[:]["comm_rank"] = (1 << 32) - 1, (1 << 32) - 2
+    watch = SuspicionWatch(FLOOR_S)
+    watch.look(job.read(), 0.0)
+    assert len(suspected(watch, job, 61.0)) == 1
+    (one,) = job.read()
+    assert [member.rank for member in members_of(one)] == [-5, -5]
+    assert all(-5 in ranks.values() for ranks in comm_ranks_of([one]).values())
+
+
 def test_with_a_floor_of_zero_nothing_is_suspected(job: Job) -> None:
     watch = SuspicionWatch(0.0)
     job.enter(0)
