@@ -67,7 +67,8 @@ class NodeNow:
 
 
 class JobStatus(msgspec.Struct, kw_only=True):
-    """One job attempt in numbers that people read. None: unknown; `baseline_ms` None: still being learnt."""
+    """One job attempt in numbers that people read. None: unknown; `baseline_ms` None: still being learnt. `step_ms`: a
+    training step as the nodes infer it, over the ranks; `step_jitter_ms`: the deviation of a single one."""
 
     job_id: int
     restart: int
@@ -79,6 +80,8 @@ class JobStatus(msgspec.Struct, kw_only=True):
     rounds: int
     round_ms: float | None
     baseline_ms: float | None
+    step_ms: float | None = None
+    step_jitter_ms: float | None = None
     quiet_s: float | None
     last_report_age_s: float
     verdict: Verdict | None = None
@@ -249,7 +252,7 @@ class Registry:
     def _job_status(self, history: JobHistory, now: float) -> JobStatus:
         job = self._world.jobs.get(history.job_id) if self._world else None
         comm = max(history.comms.values(), key=lambda comm: comm.rounds_seen, default=None)
-        quiet_since = history.quiet_since
+        quiet_since, step = history.quiet_since, history.steps.now
         return JobStatus(
             job_id=history.job_id,
             restart=history.restart,
@@ -261,6 +264,8 @@ class Registry:
             rounds=history.rounds_seen,
             round_ms=round(comm.windows[-1].period_ms, 1) if comm and comm.windows else None,
             baseline_ms=round(comm.baseline_ms, 1) if comm and comm.learnt(self.limits) else None,
+            step_ms=round(step.ms, 1) if step else None,
+            step_jitter_ms=round(step.jitter_ms, 1) if step and step.jitter_ms is not None else None,
             quiet_s=round(now - quiet_since, 1) if quiet_since is not None else None,
             last_report_age_s=round(now - history.last_report_at, 1),
         )

@@ -22,6 +22,7 @@ from node_daemon.summarise import ProcessKey, Steps, newest_signature, stack
 
 LEARN_PER_LOOK_MAX: Final = 2
 COMMUNICATORS_PER_PROCESS_MAX: Final = 2 * SLOT_COUNT
+SEQ_MAX: Final = 1 << 62
 _COLUMNS: Final = ("comm_id", "enqueued", "t_enqueued_ns", "stride", "gap_sum_ns", "count")
 _LOW: Final = 0xFFFF_FFFF
 _HALF: Final = 1 << 31
@@ -70,6 +71,8 @@ class StepWatch:
             strict=True,
         )
         for row, (frame, comm_id, seq, entered_ns, stride, gap_ns, count, still, told, mark) in enumerate(columns):
+            if seq > SEQ_MAX or entered_ns > SEQ_MAX:
+                continue  # made up
             beat = followed[frame].get(comm_id)
             if beat is None or seq < beat.seen:
                 beat = followed[frame][comm_id] = Beat()
@@ -92,7 +95,7 @@ class _Recorded:
 
     def __init__(self, slots: Slots, again: Slots) -> None:
         first, second = slots["rounds"], again["rounds"]
-        entered = slots["enqueued"].astype(np.int64)[:, None]
+        entered = np.minimum(slots["enqueued"], SEQ_MAX).astype(np.int64)[:, None]
         age = (entered - first["seq"].astype(np.int64)) & _LOW
         sound = (first["seq"] != 0) & (first["signature"] != SIGNATURE_UNKNOWN) & (age < _HALF)
         for name in ("seq", "signature", "gap_us"):

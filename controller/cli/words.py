@@ -10,7 +10,7 @@ from typing import Final
 from controller.control.status import IncidentDetail, NodeEvidence, Status
 from controller.notify.message import who
 from controller.store.base import Incident
-from controller.web.words import UNKNOWN, ago, duration, moment, number, percent, ranks_seen
+from controller.web.words import UNKNOWN, ago, duration, moment, number, percent, ranks_seen, step_time
 from diagnosis.contracts.verdict import Verdict
 
 _CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
@@ -58,13 +58,14 @@ def status_lines(status: Status) -> Iterator[str]:
     if status.jobs:
         yield ""
         yield from columns(
-            [("JOB", "USER", "STATE", "RANKS", "ROUND", "NORMAL", "QUIET", "NODES")]
+            [("JOB", "USER", "STATE", "RANKS", "STEP", "ROUND", "NORMAL", "QUIET", "NODES")]
             + [
                 (
                     f"{job.job_id}.{job.restart}",
                     job.user or UNKNOWN,
                     job.state,
                     ranks_seen(job.ranks_seen, job.world_size),
+                    step_time(job.step_ms, job.step_jitter_ms),
                     number(job.round_ms, "ms"),
                     number(job.baseline_ms, "ms"),
                     duration(job.quiet_s),

@@ -46,7 +46,7 @@ class Page:
             lstrip_blocks=True,
         )
         self._templates.filters.update(words.FILTERS)
-        self._templates.globals.update(who=who, ranks_seen=words.ranks_seen)
+        self._templates.globals.update(who=who, ranks_seen=words.ranks_seen, step_time=words.step_time)
         routes = [
             Route("/", self._overview),
             Route("/incidents/{incident_id:str}", self._incident),

@@ -52,6 +52,13 @@ def ranks_seen(seen: int, world_size: int | None) -> str:
     return f"{seen} of {UNKNOWN if world_size is None else world_size}"
 
 
+def step_time(step_ms: float | None, jitter_ms: float | None) -> str:
+    """ "412 ±9 ms", "412 ms" or a dash."""
+    if step_ms is None or jitter_ms is None:
+        return number(step_ms, "ms")
+    return f"{number(step_ms)} ±{number(jitter_ms)} ms"
+
+
 FILTERS: Final = {
     "duration": duration,
     "ago": ago,

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import nan
 from typing import Final
 
 import numpy as np
@@ -53,7 +54,8 @@ class Job:
 
     `node`: index into `node_names` per rank; `gpu`: local GPU index per rank. `nic_of_gpu`: name of the NIC that serves
     a GPU, empty: `mlx5_K` serves GPU K. `groups`: parallel groups by kind ("tp", "dp", "pp", "ep"), empty: not told.
-    `fidelity`: "full" or "nccl" (what a stock NCCL can tell).
+    `fidelity`: "full" or "nccl" (what a stock NCCL can tell). `step_ms`: how long a training step took while all was
+    well, NaN where nobody knows.
     """
 
     job_id: int | None
@@ -64,6 +66,7 @@ class Job:
     fidelity: str = "full"
     groups: Mapping[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
     nic_of_gpu: Mapping[int, str] = field(default_factory=dict)
+    step_ms: float = nan
 
 
 @dataclass(frozen=True, slots=True, eq=False)

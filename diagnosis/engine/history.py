@@ -25,6 +25,7 @@ from diagnosis.contracts.columns import null_of, unpack
 from diagnosis.contracts.errors import AgentFault
 from diagnosis.engine.flows import NetworkHistory, Topology
 from diagnosis.engine.gathered import Witnessed
+from diagnosis.engine.step_history import StepHistory, StepNow, step_of_row
 from diagnosis.engine.thresholds import Thresholds
 
 RANKS_MAX: Final = 1 << 20
@@ -39,7 +40,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(slots=True)
 class RankNow:
-    """The newest words of one rank, and where it runs. `process_state`: a letter, "" unknown."""
+    """The newest words of one rank, and where it runs. `process_state`: a letter, "" unknown; `step`: None unknown."""
 
     rank: int
     node: str
@@ -48,6 +49,7 @@ class RankNow:
     pid: int
     process_state: str
     measured_at: float
+    step: StepNow | None
 
 
 @dataclass(slots=True)
@@ -173,6 +175,7 @@ class JobHistory:
     comms: dict[int, CommHistory] = field(default_factory=dict)
     conflicts: set[int] = field(default_factory=set)
     last_report_at: float = 0.0
+    steps: StepHistory = field(default_factory=StepHistory)
     witnessed: Witnessed = field(default_factory=Witnessed)
     network: NetworkHistory = field(default_factory=NetworkHistory)
     topology: Topology = field(default_factory=dict)
@@ -195,6 +198,7 @@ class JobHistory:
         self.last_report_at = max(self.last_report_at, measured_at)
         owned = [self._observe_rank(node, boot_id, row, measured_at) for row in ranks]
         self.network.observe(node, owned, sample, network, measured_at)
+        self.steps.observe((rank.step for rank in self.ranks.values()), measured_at)
         placed = [self._observe_comm(row, owned[int(row["rank_row"])], measured_at) for row in comms]
         for row in rounds:
             place = placed[int(row["comm_row"])]
@@ -225,6 +229,7 @@ class JobHistory:
             pid=int(row["pid"]),
             process_state=chr(letter) if 32 < letter < 127 else "",
             measured_at=at,
+            step=step_of_row(row),
         )
         return rank
 

@@ -72,7 +72,10 @@ def examine(history: JobHistory, gpus: GpusOfNode, now: float) -> Judged:
     recent = slow_windows(history, now)
     if recent:
         limits = replace(history.limits, slow_job_min=0.0)
-        return _judge(_incident(history, _slow_rows(history, recent), gpus, now, notes, limits))
+        incident = _incident(history, _slow_rows(history, recent), gpus, now, notes, limits)
+        began = min(windows[0].ended_at - windows[0].rounds * windows[0].period_ms / _MS for windows in recent.values())
+        usual_ms = history.steps.usual_ms(began)
+        return _judge(replace(incident, job=replace(incident.job, step_ms=np.nan if usual_ms is None else usual_ms)))
     return Judged(Verdict(job_id=history.job_id, anomaly="none", unseen=list(notes)), None)
 
 

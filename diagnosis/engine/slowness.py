@@ -379,11 +379,13 @@ def _parts(lanes: Lanes, grown: Floats, weight: Floats, lost: Floats) -> Floats:
 
 
 def loss_per_step_ms(slowness: Slowness, incident: Incident) -> float:
-    """What the job loses per step."""
+    """What the job loses per step: by steps that a profiler or the node daemons know, else by rounds."""
     lost = slowness.lost_ms * slowness.units_per_step
     if incident.summaries is not None:
         steps = incident.summaries.step_ms[np.isfinite(incident.summaries.step_ms)]
         if len(steps) and np.isfinite(slowness.ratio) and slowness.ratio > 1:
             return float(np.median(steps) * (1 - 1 / slowness.ratio))
+    if np.isfinite(incident.job.step_ms) and np.isfinite(slowness.ratio) and slowness.ratio > 1:
+        return float(incident.job.step_ms * (slowness.ratio - 1))
     told = lost[np.isfinite(lost)]
     return float(np.median(told)) if len(told) else 0.0

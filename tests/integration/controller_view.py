@@ -58,6 +58,8 @@ class FakeRegistry:
                 rounds=12_345,
                 round_ms=42.5,
                 baseline_ms=30.0,
+                step_ms=412.0,
+                step_jitter_ms=9.0,
                 quiet_s=None,
                 last_report_age_s=0.4,
             )

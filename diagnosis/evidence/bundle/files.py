@@ -204,6 +204,7 @@ class JobFile(msgspec.Struct):
     fidelity: str | None = None
     groups: dict[str, list[list[int]]] | None = None
     nic_of_gpu: dict[str, str] | None = None
+    step_ms: float | None = None
     thresholds: dict[str, float | None] | None = None
     unseen: list[str | None] | None = None
 

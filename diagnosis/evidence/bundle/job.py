@@ -64,6 +64,7 @@ def build_job(raw: JobFile, world: int, nodes: Names, limits: Limits, notes: Not
         fidelity=fidelity,
         groups=_groups(raw, world, limits, notes),
         nic_of_gpu={int(gpu): nic for gpu, nic in (raw.nic_of_gpu or {}).items() if _is_gpu(gpu)},
+        step_ms=raw.step_ms if raw.step_ms is not None and 0 < raw.step_ms < math.inf else math.nan,
     )
 
 

@@ -68,6 +68,7 @@ def _job(incident: Incident) -> Item:
         "fidelity": job.fidelity,
         "groups": {kind: [list(group) for group in groups] for kind, groups in job.groups.items()},
         "nic_of_gpu": {str(gpu): nic for gpu, nic in job.nic_of_gpu.items()},
+        "step_ms": job.step_ms if math.isfinite(job.step_ms) else None,
         "thresholds": dict(incident.thresholds),
         "unseen": list(incident.unseen),
     }
