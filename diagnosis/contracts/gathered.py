@@ -27,6 +27,8 @@ PROCESSES_MAX: Final = 256
 GROUPS_MAX: Final = 32
 NOTES_MAX: Final = 32
 TEXT_CHARS_MAX: Final = 256
+NOBODY_LISTENS: Final = "no process of the job on this node listens for RAS"
+"""Alone, the note of a job that does not use NCCL, or of one with a release before RAS."""
 
 
 class RasRank(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

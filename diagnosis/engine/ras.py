@@ -15,7 +15,7 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from diagnosis.contracts.gathered import RasComm, RasDifference, RasFacts, RasValue
+from diagnosis.contracts.gathered import NOBODY_LISTENS, RasComm, RasDifference, RasFacts, RasValue
 from diagnosis.contracts.incident import Incident
 from diagnosis.contracts.verdict import EvidenceItem, Verdict
 from diagnosis.engine import words
@@ -41,8 +41,10 @@ def bear_witness(incident: Incident, verdict: Verdict) -> Verdict:
     facts = incident.ras
     if facts is None or verdict.anomaly != "hang":
         return verdict
+    if facts.state == "absent" and facts.notes in ([], [NOBODY_LISTENS]):
+        return verdict  # a job over gloo has none
     if facts.state != "ok":
-        why = f": {facts.notes[0]}" if facts.notes else ""
+        why = f": {'; '.join(facts.notes[:ITEMS_MAX])}" if facts.notes else ""
         return msgspec.structs.replace(verdict, unseen=[*verdict.unseen, f"NCCL's RAS is {facts.state}{why}"])
     unseen = [*verdict.unseen, *(f"NCCL's RAS: {note}" for note in facts.notes[:ITEMS_MAX])]
     if facts.answers < 2:

@@ -20,7 +20,7 @@ from typing import Final
 
 import msgspec
 
-from diagnosis.contracts.gathered import RasFacts, RasRank
+from diagnosis.contracts.gathered import NOBODY_LISTENS, RasFacts, RasRank
 from diagnosis.evidence.ras.answer import ANSWER_BYTES_MAX, Answer, map_ranks, read_answer, standing
 from node_daemon.collectors.doors import Door, Process, doors, environment, still_there
 from node_daemon.collectors.process import Processes
@@ -100,7 +100,7 @@ async def _exchange(door: Door, commands: list[str]) -> tuple[bytes, bool]:
 
 async def ask_twice(found: Sequence[Door], *, pause_s: float = PAUSE_S, deadline_s: float = DEADLINE_S) -> RasFacts:
     """What stands in two answers. The first door that answers is asked again; the others are then left alone."""
-    facts = RasFacts(state="absent", notes=["no process of the job on this node listens for RAS"])
+    facts = RasFacts(state="absent", notes=[NOBODY_LISTENS])
     for door in found[:DOORS_MAX]:
         as_json, began = True, time.monotonic()
         first = await ask_once(door, deadline_s=deadline_s)

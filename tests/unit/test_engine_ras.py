@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from diagnosis.contracts.gathered import (
+    NOBODY_LISTENS,
     FlightFacts,
     Gathered,
     ProcessFacts,
@@ -141,7 +142,7 @@ def test_somebody_else_who_is_behind_is_told_and_changes_nothing() -> None:
     [
         msgspec.structs.replace(facts(value(51, *OTHERS), value(50, 5)), answers=1),
         RasFacts(state="silent", notes=["no answer within 9 s"]),
-        RasFacts(state="absent"),
+        RasFacts(state="absent", notes=[NOBODY_LISTENS, "rank 4: NCCL_RAS_ENABLE=0"]),
         RasFacts(state="garbage", notes=["the answer is no report of RAS"]),
     ],
 )
@@ -150,6 +151,14 @@ def test_an_answer_that_is_none_says_nothing_and_that_is_told(told: RasFacts) ->
     live.take(ras=told)
     assert live.said() == []
     assert any("RAS" in line for line in live.verdict().unseen)
+
+
+@pytest.mark.parametrize("notes", [[], [NOBODY_LISTENS]])
+def test_a_job_that_has_no_ras_is_not_told_so(notes: list[str]) -> None:
+    live = Live()
+    before = live.verdict()
+    live.take(ras=RasFacts(state="absent", notes=notes))
+    assert live.verdict() == before
 
 
 def test_without_counts_ras_says_nothing() -> None:
