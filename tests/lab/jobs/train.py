@@ -3,7 +3,9 @@
 One task per node imports torch once and forks a process per GPU. A pause in each step stands where the GPU would
 compute. Settings come from the environment: CHECKPOINT (path), STEPS, SAVE_EVERY, WORK_MS, PAUSE_FILE (when that file
 appears, rank 0 takes five seconds over one checkpoint while the others wait for it), BRANCH_FILE (when that file
-appears, the rank whose number is in it takes another branch of the program). SIGUSR1: save at the next step.
+appears, the rank whose number is in it takes another branch of the program), SLEEP_FILE (when that file appears, the
+rank whose number is its first word sleeps in every step for as many ms as its second says). SIGUSR1: save at the next
+step.
 """
 # ruff: noqa: T201 (a job talks through its output)
 
@@ -39,6 +41,7 @@ class Trainer:
         self.work_s = int(os.environ.get("WORK_MS", "30")) / 1000
         self.pause_file = Path(os.environ.get("PAUSE_FILE", "pause"))
         self.branch_file = Path(os.environ.get("BRANCH_FILE", "branch"))
+        self.sleep_file = Path(os.environ.get("SLEEP_FILE", "sleep"))
         self.paused = False
         self.save_now = False
         torch.manual_seed(0)
@@ -69,6 +72,7 @@ class Trainer:
             time.sleep(self.work_s)
             if self.branch_file.exists() and self.branch_file.read_text().strip() == str(self.rank):
                 self._other_branch()
+            time.sleep(self._extra_s())
             loss = self.parallel(torch.randn(BATCH, WIDTH)).pow(2).mean()
             loss.backward()
             self.optimizer.step()
@@ -77,6 +81,11 @@ class Trainer:
             if self.rank == 0:
                 self._report(loss.item(), time.monotonic() - began)
                 self._save_when_due()
+
+    def _extra_s(self) -> float:
+        """The code of one rank that takes longer than that of the others, or never ends."""
+        words = self.sleep_file.read_text().split() if self.sleep_file.exists() else []
+        return int(words[1]) / 1000 if len(words) == 2 and words[0] == str(self.rank) else 0.0
 
     def _other_branch(self) -> None:
         """The bug of many programs: a condition that only one rank meets, with a collective in it."""

@@ -1,0 +1,184 @@
+"""The fault matrix: real data-parallel jobs in network namespaces, real faults, and the verdict that must follow.
+
+Everything is as on a cluster: the probe in the job, a daemon per node, the controller. One lab serves all cases; each
+has a job of its own on four nodes. `make test` runs each class once with 4 ranks, `make acceptance` repeats them, and
+runs 8 ranks. The controller observes: what is done about a verdict is told in `test_closed_loop`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from tests.lab.cluster import Lab
+from tests.lab.faults import Duty, RankProcess, stop_forever
+from tests.lab.stack import Stack
+from tests.lab.system import eventually
+from tests.lab.wires import Wires
+
+VERDICT_S = 60.0
+HEALTHY_S = 600.0
+REPEATS = 8
+
+
+@dataclass
+class Site:
+    """A cluster under tocsin's eyes, and what a case needs of it."""
+
+    lab: Lab
+    stack: Stack
+    wires: Wires
+
+
+@dataclass
+class Running:
+    """One job. `victim`: the rank that the fault is made at; `faults`: what undoes it."""
+
+    site: Site
+    job: int
+    victim: RankProcess
+    pids: list[int]
+    faults: ExitStack
+
+    def duty(self, stop_ms: int = 60, run_ms: int = 30) -> None:
+        """The victim computes slowly."""
+        self.faults.enter_context(Duty(self.victim.pid, stop_ms=stop_ms, run_ms=run_ms))
+
+    def rate(self) -> None:
+        """The wire of the victim's node carries 200 Mbit/s."""
+        self.site.wires.slow(self.victim.node, 200)
+
+    def sleep(self, ms: int) -> None:
+        """The victim's own code takes so much longer in every step."""
+        part = self.site.lab.work / "sleep.part"
+        part.write_text(f"{self.victim.rank} {ms}")
+        part.replace(self.site.lab.work / "sleep")
+
+
+Fault = Callable[[Running], object]
+
+
+def _branch(running: Running) -> None:
+    (running.site.lab.work / "branch").write_text(str(running.victim.rank))
+
+
+def _rate_and_sleep(running: Running) -> None:
+    running.rate()
+    running.sleep(120)
+
+
+CASES: dict[str, tuple[Fault, str, str]] = {
+    "H1 stopped": (lambda r: stop_forever(r.victim.pid), "H1", "rank"),
+    "H1 asleep": (lambda r: r.sleep(10_000_000), "H1", "rank"),
+    "H2 other operation": (_branch, "H2", "rank"),
+    "H3 black hole": (lambda r: r.site.wires.swallow(r.victim.node, r.pids), "H3", "link"),
+    "S1 duty cycle": (lambda r: r.duty(), "S1", "rank"),
+    "S1 sleep": (lambda r: r.sleep(60), "S1", "rank"),
+    "S2 rate": (Running.rate, "S2", "link"),
+    "S2 loss": (lambda r: r.site.wires.lose(r.victim.node, 50, r.pids), "S2", "link"),
+    "S3 rate and sleep": (_rate_and_sleep, "S3", "both"),
+    # Last: Slurm misses the node for a while.
+    "H3 cable": (
+        lambda r: r.site.lab.link(r.victim.node, False),
+        "H3",
+        "link",
+    ),
+}
+
+ONCE_PER_CLASS = ("H1 stopped", "H2 other operation", "H3 black hole", "S1 sleep", "S2 rate", "S3 rate and sleep")
+
+
+@pytest.fixture(scope="module")
+def site() -> Iterator[Site]:
+    with Lab(probe=True) as lab, Stack(lab, mode="observe") as stack:
+        yield Site(lab, stack, Wires(lab))
+
+
+def _submit(site: Site, gpus_per_node: int, faults: ExitStack) -> Running:
+    for name in ("branch", "sleep"):
+        (site.lab.work / name).unlink(missing_ok=True)
+    site.lab.wait_idle(site.lab.node_names, 90)
+    job = site.lab.submit(
+        "train.sh",
+        gpus_per_node=gpus_per_node,
+        env={"BRANCH_FILE": "branch", "SLEEP_FILE": "sleep", "PAUSE_FILE": "pause"},
+    )
+    site.stack.wait_healthy(job)
+    ranks = site.stack.ranks(job)
+    victim = ranks[2 * gpus_per_node]
+    faults.callback(site.lab.cancel_all)
+    faults.callback(site.lab.link, victim.node, True)
+    faults.callback(site.wires.mend)
+    return Running(site, job, victim, [one.pid for one in ranks.values() if one.node == victim.node], faults)
+
+
+def _named(culprits: list[dict[str, Any]]) -> set[tuple[str, object]]:
+    return {("link", one["node"]) if one["kind"] == "link" else ("rank", one["rank"]) for one in culprits}
+
+
+def _judge(running: Running, class_: str, culprit: str) -> None:
+    """Wait for the right verdict; a first one may know less, but never names somebody else."""
+    victim = running.victim
+    wanted: set[tuple[str, object]] = {("rank", victim.rank)} if culprit in ("rank", "both") else set()
+    wanted |= {("link", victim.node)} if culprit in ("link", "both") else set()
+
+    def right() -> bool:
+        found = [one["verdict"] for one in running.site.stack.incidents() if one["job_id"] == running.job]
+        if not found:
+            return False
+        named = _named(found[0]["culprits"])
+        assert named <= wanted, found[0]
+        return named == wanted and found[0]["class"] == class_
+
+    try:
+        eventually(right, VERDICT_S, f"{class_} at {wanted}", 0.2)
+    except Exception as error:
+        error.add_note(str([one["verdict"] for one in running.site.stack.incidents() if one["job_id"] == running.job]))
+        raise
+    assert running.site.lab.drain_reasons() == {}
+
+
+def _case(site: Site, name: str, gpus_per_node: int) -> None:
+    fault, class_, culprit = CASES[name]
+    with ExitStack() as faults:
+        running = _submit(site, gpus_per_node, faults)
+        fault(running)
+        _judge(running, class_, culprit)
+
+
+@pytest.mark.parametrize("name", ONCE_PER_CLASS)
+def test_a_fault_of_4_ranks_is_told_by_its_class_and_its_culprit(site: Site, name: str) -> None:
+    _case(site, name, 1)
+
+
+@pytest.mark.acceptance
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", CASES)
+def test_a_fault_of_4_ranks_is_told_right_each_time(site: Site, name: str) -> None:
+    for _ in range(REPEATS):
+        _case(site, name, 1)
+
+
+@pytest.mark.acceptance
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", CASES)
+def test_a_fault_of_8_ranks_is_told_by_its_class_and_its_culprit(site: Site, name: str) -> None:
+    _case(site, name, 2)
+
+
+@pytest.mark.acceptance
+@pytest.mark.timeout(800)
+def test_a_healthy_job_with_a_long_checkpoint_gives_nothing_in_ten_minutes(site: Site) -> None:
+    with ExitStack() as faults:
+        running = _submit(site, 2, faults)
+        before = {one["id"] for one in site.stack.incidents()}
+        until = time.monotonic() + HEALTHY_S
+        (site.lab.work / "pause").touch()
+        eventually(lambda: time.monotonic() >= until, HEALTHY_S + 5, "ten minutes", 1.0)
+        assert {one["id"] for one in site.stack.incidents()} == before
+        assert site.lab.job(running.job)["Restarts"] == "0"
