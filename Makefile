@@ -1,6 +1,6 @@
 # tocsin's everyday commands. Each installs what it needs first; that costs nothing when nothing has changed.
 #
-#   make demo [FAULT=s1|h1|h2|none]   the whole loop on a throw-away cluster: a slow rank, a hung one, a divergent one, none
+#   make demo [FAULT=s1|s2|s3|h1|h2|h3|none]   the whole loop on a throw-away cluster, with one of the faults
 #   make test                      linters, then all tests but the long ones
 #   make lint                      linters alone
 #   make bench                     benchmarks; they print figures and judge nothing

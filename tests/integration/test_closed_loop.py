@@ -52,7 +52,7 @@ def job(lab: Lab, stack: Stack) -> int:
     return number
 
 
-@pytest.mark.parametrize("fault", ["s1", "h1", "h2", "none"])
+@pytest.mark.parametrize("fault", ["s1", "s2", "s3", "h1", "h2", "h3", "none"])
 def test_the_demo_ends_as_its_story_says(fault: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.lab.demo"],

@@ -5,6 +5,9 @@ A throw-away Slurm cluster, a controller, node daemons, a chat and a real data-p
     FAULT=s1    a throttled GPU: rank 5 is slowed and its GPU says so: two witnesses, so drain and requeue
     FAULT=h1    rank 5 is stopped for ever: software, so the job is requeued away from it and nothing is drained
     FAULT=h2    rank 5 calls another collective than the rest: a bug of the program, so people are told, nothing is done
+    FAULT=s2    a node's wire becomes narrow: the path is named and flagged, the job requeued away, nothing is drained
+    FAULT=h3    a node's wire swallows everything: likewise
+    FAULT=s3    a narrow wire and a throttled GPU: both are named, the node is drained for its GPU
     FAULT=none  a minute of healthy training with one long checkpoint: nothing happens
 
 Exit code 0 when the story ended as it should, 1 when not. Everything is removed at the end, whatever happened; the
@@ -18,13 +21,14 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any, Final
 
 from diagnosis.engine.thresholds import Thresholds
 from remediation.policy.rules import Policy
 from tests.bench.bench_probe import unit_costs_ns
+from tests.lab import demo_network
 from tests.lab.cluster import Lab
 from tests.lab.faults import Duty, ranks, stop_forever, work_seen
 from tests.lab.stack import HANG_FLOOR_S, PAGE_PORT, Stack
@@ -34,6 +38,9 @@ FAULTS: Final = {
     "s1": "Fault: a GPU is throttled, so its rank is slow. Two witnesses: its node is drained, the job runs elsewhere.",
     "h1": "Fault: a rank is stopped for ever. Software: the job is requeued away from it, and nothing is drained.",
     "h2": "Fault: a rank calls another collective than the rest. A bug of the program: people are told, no more.",
+    "s2": "Fault: the wire of a node becomes narrow. The path is flagged, the job requeued away, nothing is drained.",
+    "h3": "Fault: the wire of a node swallows everything. The path is flagged, the job requeued, nothing is drained.",
+    "s3": "Fault: a narrow wire and a throttled GPU. Both are named; the node is drained for its GPU alone.",
     "none": "No fault: a minute of healthy training with one long checkpoint, and nothing is done.",
 }
 ENDINGS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -83,7 +90,7 @@ class Demo:
 
     def train(self) -> int:
         """Submit the user's script and wait until it trains at its normal speed."""
-        job = self.lab.submit("train.sh", env={"PAUSE_FILE": "pause", "BRANCH_FILE": "branch"})
+        job = self.lab.submit("train.sh", env={"PAUSE_FILE": "pause", "BRANCH_FILE": "branch", "SLEEP_FILE": "sleep"})
         self.story.tell(f"job {job} submitted: sbatch train.sh (4 nodes, 8 ranks, DDP over gloo, no word about tocsin)")
         self.story.tell("the ranks load torch, and tocsin learns how long a round (here one training step) takes ...")
         self.stack.wait_healthy(job)
@@ -165,12 +172,19 @@ class Demo:
         self.check(self.lab.job(job)["Restarts"] == "0", "the job is not requeued")
         self.check(self.stack.chat.posts == [], "the chat gets no message", self.stack.chat.posts)
 
-    def act(self, job: int, node: str) -> dict[str, Any]:
-        """Follow one fault from detection to the job that runs elsewhere; returns the closed incident."""
+    def act(self, job: int, node: str, named: Sequence[int | str] = (CULPRIT,)) -> dict[str, Any]:
+        """Follow one fault from detection to the job that runs elsewhere; returns the closed incident.
+
+        `named`: the ranks and links that the verdict should name, and nobody else.
+        """
         story, fault_at = self.story, self.story.fault_at or 0.0
         incident = self.stack.wait_incident(job, 60)
         self.incident = incident["id"]
         story.tell(f"detected: incident {incident['id']}", incident["opened_at"])
+        if not incident["verdict"]["culprits"]:
+            story.tell("nobody is named yet, evidence is still coming in")
+            eventually(lambda: self.stack.detail(self.incident)["incident"]["verdict"]["culprits"], 60, "a culprit")
+            incident = self.stack.detail(self.incident)["incident"]
         verdict = incident["verdict"]
         story.tell(f"verdict {verdict['class']}: {verdict['summary']}", incident["opened_at"])
         story.tell(f"decided: {incident['decision']}", incident["opened_at"])
@@ -189,8 +203,9 @@ class Demo:
         story.tell(f"incident closed, {closed['outcome']}: {closed['outcome_text']}", closed["closed_at"])
         self.check(closed["outcome"] == "resolved", "the incident is resolved", closed["outcome"])
         self._show_message(2)
-        named = [culprit["rank"] for culprit in verdict["culprits"]]
-        self.check(named == [CULPRIT], f"rank {CULPRIT} alone is named", named)
+        found = [one["link"] or one["rank"] for one in closed["verdict"]["culprits"]]
+        wanted = " and ".join(one if isinstance(one, str) else f"rank {one}" for one in named)
+        self.check(sorted(map(str, found)) == sorted(map(str, named)), f"{wanted} alone named", found)
         story.plain()
         story.plain(f"fault to verdict                     {incident['opened_at'] - fault_at:5.1f} s")
         story.plain(f"verdict to RUNNING elsewhere         {running_at - incident['opened_at']:5.1f} s")
@@ -284,7 +299,11 @@ def _run(fault: str, story: Story, lab: Lab, stack: Stack) -> int:
         story.plain(f"Watch it on the page: {page}")
     demo = Demo(story, lab, stack)
     before, began = stack.cpu_share(), time.monotonic()
-    getattr(demo, fault)()
+    story_of = getattr(demo, fault, None)
+    if story_of is not None:
+        story_of()
+    else:
+        getattr(demo_network, fault)(demo)
     seconds = time.monotonic() - began
     _tell_costs(story, stack, {name: used - before[name] for name, used in stack.cpu_share().items()}, seconds)
     story.plain()
