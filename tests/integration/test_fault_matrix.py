@@ -18,7 +18,7 @@ import pytest
 from tests.lab.cluster import Lab
 from tests.lab.faults import Duty, RankProcess, stop_forever
 from tests.lab.stack import Stack
-from tests.lab.system import eventually
+from tests.lab.system import LabError, eventually
 from tests.lab.wires import Wires
 
 VERDICT_S = 60.0
@@ -137,7 +137,7 @@ def _judge(running: Running, class_: str, culprit: str) -> None:
 
     try:
         eventually(right, VERDICT_S, f"{class_} at {wanted}", 0.2)
-    except Exception as error:
+    except (LabError, AssertionError) as error:
         error.add_note(str([one["verdict"] for one in running.site.stack.incidents() if one["job_id"] == running.job]))
         raise
     assert running.site.lab.drain_reasons() == {}
