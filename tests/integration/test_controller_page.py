@@ -106,7 +106,8 @@ async def test_the_overview_shows_jobs_incidents_and_troubled_nodes(site: Site) 
     await site.reading.store.add_incident(make_incident())
     await site.reading.store.add_incident(make_incident("0000ff", phase="closed", closed_at=20.0, outcome="resolved"))
     page = Reader((await site.get("/"))[1])
-    for words in ("1 open incident", "42.5 ms", "412 ±9 ms", "8 of 8", "12,345", "symlink 3", "node gpu002", "resolved"):
+    told = ("1 open incident", "42.5 ms", "412 ±9 ms", "8 of 8", "12,345", "symlink 3", "node gpu002", "resolved")
+    for words in told:
         assert words in page.text
     links = {attributes.get("href") for tag, attributes in page.tags if tag == "a"}
     assert {"/incidents/a1b2c3", "/incidents/0000ff"} <= links
