@@ -1,6 +1,5 @@
 #include "recording.h"
 
-#include <stddef.h>
 
 #include "atomic_fields.h"
 
@@ -45,13 +44,16 @@ tocsin_round* tocsin_record(tocsin_recording* recording, tocsin_slot* slot, uint
   return entry;
 }
 
+static inline uint64_t mixed(uint64_t hash, uint64_t word) {
+  hash = (hash ^ word) * 0xD6E8FEB86659FD93u;
+  return hash ^ hash >> 32;
+}
+
 uint32_t tocsin_signature(uint8_t op, uint8_t dtype, uint64_t count, int32_t root) {
-  uint64_t hash = 0x9E3779B97F4A7C15u;
-  const uint64_t words[] = {op, dtype, op == TOCSIN_OP_ALL_TO_ALL ? 0 : count, (uint64_t)(int64_t)root};
-  for (size_t i = 0; i < sizeof words / sizeof *words; ++i) {
-    hash = (hash ^ words[i]) * 0xD6E8FEB86659FD93u;
-    hash ^= hash >> 32;
-  }
+  uint64_t hash = mixed(0x9E3779B97F4A7C15u, op);
+  hash = mixed(hash, dtype);
+  hash = mixed(hash, op == TOCSIN_OP_ALL_TO_ALL ? 0 : count);
+  hash = mixed(hash, (uint64_t)(int64_t)root);
   const uint32_t low = (uint32_t)hash;
   return low == TOCSIN_FRAME_SIGNATURE_UNKNOWN ? 1 : low;
 }

@@ -11,6 +11,7 @@
 
 #include <stdint.h>
 
+#include "atomics.h"
 #include "recording.h"
 #include "tocsin_frame.h"
 
@@ -46,9 +47,10 @@ void group_ended(Communicator* communicator);  // null: nothing to do
 
 // The communicator of a group with a slot, and one more busy round; null where it cannot be followed (counted).
 Communicator* enter_communicator(const void* group);
-void leave_communicator(Communicator& communicator);
+inline void leave_communicator(Communicator& communicator) { add_release(communicator.busy, -1); }
 
-// In the child of a fork.
+// In the child of a fork. Untouched: there is nothing to forget, and no thread was at it.
+bool communicators_untouched();
 void forget_communicators();
 
 }  // namespace tocsin

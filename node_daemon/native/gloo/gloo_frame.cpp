@@ -26,11 +26,14 @@ namespace {
 
 constexpr uint64_t kOtherThreadWait_ns = 1000000000;
 
-uint32_t g_fork_handler_set;
+bool g_fork_handler_set;
 
 // In the child of a fork: the mapping is the parent's frame, and its groups and rounds are the parent's too. The child
 // makes a frame of its own when it uses a collective itself.
 void forget_parent() {
+  if (communicators_untouched() && load(g_frame_state) == FRAME_UNSET) {
+    return;  // bash, and every other program without a collective
+  }
   if (g_frame) {
     munmap(g_frame, sizeof(Frame));
     g_frame = nullptr;
@@ -38,6 +41,12 @@ void forget_parent() {
   forget_communicators();
   forget_rounds();
   store_release(g_frame_state, FRAME_UNSET);
+}
+
+// While the process has one thread yet: later another thread could fork while it is being set, and whatever it is
+// there to undo in the child (a lock that is held, a frame that is being made) would stay.
+__attribute__((constructor)) void watch_forks() {
+  g_fork_handler_set = pthread_atfork(nullptr, nullptr, forget_parent) == 0;
 }
 
 Frame* map_frame(const char* directory, int32_t pid) {
@@ -94,11 +103,8 @@ Frame* set_up() {
 
 Frame* make_frame() {
   const int saved_errno = errno;
-  // Before anything that a forked child would have to undo.
-  const bool handler_set = !swap_if<uint32_t>(g_fork_handler_set, 0, 1) ||
-                           pthread_atfork(nullptr, nullptr, forget_parent) == 0;
   if (swap_if<uint32_t>(g_frame_state, FRAME_UNSET, FRAME_BUSY)) {
-    g_frame = handler_set ? set_up() : nullptr;
+    g_frame = g_fork_handler_set ? set_up() : nullptr;
     store_release(g_frame_state, g_frame ? FRAME_ON : FRAME_OFF);
   }
   // Another thread may be making it, once in the life of the process; no job ever waits longer for us than this.

@@ -9,6 +9,7 @@
 
 #include "gloo_frame.h"
 #include "rounds.h"
+#include "steps.h"
 #include "symbols.h"
 
 #define HOOK(name) __asm__(name) __attribute__((visibility("default"), noinline))
@@ -108,8 +109,9 @@ void describe(const Tensors& tensors, Operation& operation) {
   operation.count = count;
 }
 
-Operation operation_of(uint8_t op_type, const TensorLists& outputs, const MaybeTensors* inputs) {
-  Operation operation;
+void describe_operation(uint8_t op_type, const TensorLists& outputs, const MaybeTensors* inputs, Operation& operation) {
+  operation.dtype = TOCSIN_DTYPE_UNKNOWN;
+  operation.count = TOCSIN_FRAME_COUNT_UNKNOWN;
   operation.op = op_type < sizeof kOps ? kOps[op_type] : uint8_t{TOCSIN_OP_UNKNOWN};
   operation.root = has_known_root(operation.op) ? static_cast<int32_t>(t_root) : TOCSIN_FRAME_ROOT_NONE;
   const bool has_inputs = inputs && inputs->present && inputs->tensors.first != inputs->tensors.end;
@@ -121,7 +123,47 @@ Operation operation_of(uint8_t op_type, const TensorLists& outputs, const MaybeT
   } else if (has_outputs) {
     describe(*outputs.first, operation);
   }
-  return operation;
+}
+
+// Calls the real function. Looking it up the first time is apart, so that arguments stay in their registers.
+template <class Result, class... Arguments>
+__attribute__((cold, noinline)) Result look_up_and_pass_on(Symbol symbol, const void* caller, Arguments... arguments) {
+  return reinterpret_cast<Result (*)(Arguments...)>(resolve_hooked(symbol, caller))(arguments...);
+}
+
+template <class Result, class... Arguments>
+TOCSIN_HOT Result pass_on(Symbol symbol, const void* caller, Arguments... arguments) {
+  void* const address = load(g_real[symbol]);
+  if (__builtin_expect(!address, 0)) {
+    return look_up_and_pass_on<Result>(symbol, caller, arguments...);
+  }
+  return reinterpret_cast<Result (*)(Arguments...)>(address)(arguments...);
+}
+
+using PostFunction = void (*)(void*, int, uint64_t, uint64_t, uint64_t);
+
+// A transfer from or into a buffer that is not at hand, or the first one.
+template <uint8_t direction>
+__attribute__((cold, noinline)) void post_slowly(Symbol symbol, const void* caller, void* self, int peer, uint64_t slot,
+                                                 uint64_t offset, uint64_t bytes) {
+  if (this_thread()->slot) {
+    step_posted_further<direction>(self, peer, bytes);
+  }
+  real<PostFunction>(symbol, caller)(self, peer, slot, offset, bytes);
+}
+
+template <uint8_t direction>
+TOCSIN_HOT bool wait_through(Symbol symbol, const void* caller, void* self, int* peer, int64_t timeout_ms) {
+  int own = -1;
+  int* const told = peer ? peer : &own;
+  const Wait wait = step_waiting<direction>(self);
+  const bool done = pass_on<bool>(symbol, caller, self, told, timeout_ms);
+  if (done) {
+    step_done<direction>(wait, *told);
+  } else {
+    step_failed();
+  }
+  return done;
 }
 
 }  // namespace
@@ -197,7 +239,8 @@ void work_hook(void* self, void* context, const TensorLists* outputs, uint8_t op
   using Function = void (*)(void*, void*, const TensorLists*, uint8_t, uint64_t, int64_t, const char*,
                             const MaybeTensors*);
   if (frame()) {
-    t_made = {self, operation_of(op_type, *outputs, inputs)};
+    t_made.work = self;
+    describe_operation(op_type, *outputs, inputs, t_made.operation);
   }
   real<Function>(SYMBOL_WORK, CALLER)(self, context, outputs, op_type, seq, timeout_ms, title, inputs);
 }
@@ -205,23 +248,24 @@ void work_hook(void* self, void* context, const TensorLists* outputs, uint8_t op
 void enqueue_hook(void* self, void** work) HOOK(TOCSIN_NAME_ENQUEUE);
 void enqueue_hook(void* self, void** work) {
   if (frame() && *work) {
-    round_entered(self, *work, t_made.work == *work ? t_made.operation : Operation());
+    static constexpr Operation kUnknown;
+    round_entered(self, *work, t_made.work == *work ? t_made.operation : kUnknown);
     t_made.work = nullptr;
   }
-  real<void (*)(void*, void**)>(SYMBOL_ENQUEUE, CALLER)(self, work);
+  pass_on<void>(SYMBOL_ENQUEUE, CALLER, self, work);
 }
 
 void execute_hook(void** work) HOOK(TOCSIN_NAME_EXECUTE);
 void execute_hook(void** work) {
   ON_UNWIND(tocsin_round_unwound);
-  const auto execute = real<void (*)(void**)>(SYMBOL_EXECUTE, CALLER);
-  if (!frame()) {
-    execute(work);
-    return;
+  const bool on = frame() != nullptr;
+  if (on) {
+    round_started(*work);
   }
-  round_started(*work);
-  execute(work);
-  round_ended(nullptr, false);
+  pass_on<void>(SYMBOL_EXECUTE, CALLER, work);
+  if (on && this_thread()->round) {  // else its end was seen already
+    round_ended(nullptr, false);
+  }
 }
 
 void finish_hook(void* self) HOOK(TOCSIN_NAME_FINISH);
@@ -229,7 +273,7 @@ void finish_hook(void* self) {
   if (frame()) {
     round_ended(self, false);  // before anyone who waits can go on and enter the next round
   }
-  real<void (*)(void*)>(SYMBOL_FINISH, CALLER)(self);
+  pass_on<void>(SYMBOL_FINISH, CALLER, self);
 }
 
 void finish_error_hook(void* self, const void* error) HOOK(TOCSIN_NAME_FINISH_ERROR);
@@ -237,49 +281,37 @@ void finish_error_hook(void* self, const void* error) {
   if (frame()) {
     round_ended(self, true);
   }
-  real<void (*)(void*, const void*)>(SYMBOL_FINISH_ERROR, CALLER)(self, error);
+  pass_on<void>(SYMBOL_FINISH_ERROR, CALLER, self, error);
 }
 
 void send_hook(void* self, int peer, uint64_t slot, uint64_t offset, uint64_t bytes) HOOK(TOCSIN_NAME_SEND);
 void send_hook(void* self, int peer, uint64_t slot, uint64_t offset, uint64_t bytes) {
-  step_posted(self, peer, TOCSIN_WAITSTATE_SEND, bytes);
-  real<void (*)(void*, int, uint64_t, uint64_t, uint64_t)>(SYMBOL_SEND, CALLER)(self, peer, slot, offset, bytes);
+  void* const send = load(g_real[SYMBOL_SEND]);
+  if (__builtin_expect(!send || !step_posted<TOCSIN_WAITSTATE_SEND>(self, peer, bytes), 0)) {
+    return post_slowly<TOCSIN_WAITSTATE_SEND>(SYMBOL_SEND, CALLER, self, peer, slot, offset, bytes);
+  }
+  reinterpret_cast<PostFunction>(send)(self, peer, slot, offset, bytes);
 }
 
 void recv_hook(void* self, int peer, uint64_t slot, uint64_t offset, uint64_t bytes) HOOK(TOCSIN_NAME_RECV);
 void recv_hook(void* self, int peer, uint64_t slot, uint64_t offset, uint64_t bytes) {
-  step_posted(self, peer, TOCSIN_WAITSTATE_RECV, bytes);
-  real<void (*)(void*, int, uint64_t, uint64_t, uint64_t)>(SYMBOL_RECV, CALLER)(self, peer, slot, offset, bytes);
+  void* const recv = load(g_real[SYMBOL_RECV]);
+  if (__builtin_expect(!recv || !step_posted<TOCSIN_WAITSTATE_RECV>(self, peer, bytes), 0)) {
+    return post_slowly<TOCSIN_WAITSTATE_RECV>(SYMBOL_RECV, CALLER, self, peer, slot, offset, bytes);
+  }
+  reinterpret_cast<PostFunction>(recv)(self, peer, slot, offset, bytes);
 }
 
 bool wait_send_hook(void* self, int* peer, int64_t timeout_ms) HOOK(TOCSIN_NAME_WAIT_SEND);
 bool wait_send_hook(void* self, int* peer, int64_t timeout_ms) {
   ON_UNWIND(tocsin_step_unwound);
-  int own = -1;
-  int* const told = peer ? peer : &own;
-  step_waiting(self, TOCSIN_WAITSTATE_SEND);
-  const bool done = real<bool (*)(void*, int*, int64_t)>(SYMBOL_WAIT_SEND, CALLER)(self, told, timeout_ms);
-  if (done) {
-    step_done(*told, TOCSIN_WAITSTATE_SEND);
-  } else {
-    step_failed();
-  }
-  return done;
+  return wait_through<TOCSIN_WAITSTATE_SEND>(SYMBOL_WAIT_SEND, CALLER, self, peer, timeout_ms);
 }
 
 bool wait_recv_hook(void* self, int* peer, int64_t timeout_ms) HOOK(TOCSIN_NAME_WAIT_RECV);
 bool wait_recv_hook(void* self, int* peer, int64_t timeout_ms) {
   ON_UNWIND(tocsin_step_unwound);
-  int own = -1;
-  int* const told = peer ? peer : &own;
-  step_waiting(self, TOCSIN_WAITSTATE_RECV);
-  const bool done = real<bool (*)(void*, int*, int64_t)>(SYMBOL_WAIT_RECV, CALLER)(self, told, timeout_ms);
-  if (done) {
-    step_done(*told, TOCSIN_WAITSTATE_RECV);
-  } else {
-    step_failed();
-  }
-  return done;
+  return wait_through<TOCSIN_WAITSTATE_RECV>(SYMBOL_WAIT_RECV, CALLER, self, peer, timeout_ms);
 }
 
 }  // extern "C"

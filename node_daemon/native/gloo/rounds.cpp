@@ -4,14 +4,9 @@
 
 #include "frame_file.h"
 #include "gloo_frame.h"
+#include "steps.h"
 
 namespace tocsin {
-
-namespace {
-
-constexpr uint32_t kRoundsMax = 1024;  // in flight at once; more are counted in works_lost
-constexpr uint32_t kProbesMax = 16;
-constexpr uint32_t kBuffersMax = 8;
 
 struct Round {
   const void* work;  // key; null: free
@@ -23,27 +18,15 @@ struct Round {
   bool started;
 };
 
+__thread Thread t_thread;
+
+namespace {
+
+constexpr uint32_t kRoundsMax = 1024;  // in flight at once; more are counted in works_lost
+constexpr uint32_t kProbesMax = 16;
+
 Round g_rounds[kRoundsMax];
 uint64_t g_last_enter_ns;
-
-// The peers that a buffer of gloo was last posted to: a wait tells its peer only when it is over.
-struct Posted {
-  const void* buffer;
-  int32_t send_peer;
-  int32_t recv_peer;
-};
-
-struct Thread {
-  Round* round;  // executing, null: none that is followed
-  tocsin_slot* slot;
-  tocsin_open* open;  // null: more than OPEN_COUNT at once
-  bool failed;
-  uint64_t waiting_since_ns;
-  tocsin_lane* waiting_on;
-  Posted posted[kBuffersMax];
-};
-
-thread_local Thread t_thread;
 
 uint32_t hash_of(const void* address) {
   return static_cast<uint32_t>((reinterpret_cast<uintptr_t>(address) * 0x9E3779B97F4A7C15u) >> 40);
@@ -94,21 +77,11 @@ tocsin_open* claim_open(tocsin_slot& slot, const Round& round) {
   return nullptr;
 }
 
-// One more, in a field that no other thread writes.
-void bump(uint32_t& field) { store(field, load(field) + 1); }
-
 void release_open(tocsin_open& open) {
   store(open.send_steps, 0u);
   store(open.recv_steps, 0u);
   store(open.signature, TOCSIN_FRAME_SIGNATURE_UNKNOWN);
   store_release(open.seq, 0u);
-}
-
-tocsin_lane& lane_of(tocsin_slot& slot, int32_t peer) {
-  tocsin_lane& lane = slot.lanes[static_cast<uint32_t>(peer) % TOCSIN_FRAME_LANE_COUNT];
-  store(lane.peer, static_cast<uint16_t>(peer));
-  store(lane.used, 1u);
-  return lane;
 }
 
 }  // namespace
@@ -152,6 +125,7 @@ void round_started(const void* work) {
   Thread& thread = t_thread;
   thread.round = round;
   if (!round) {
+    thread.slot = nullptr;
     return;
   }
   tocsin_slot& slot = *round->communicator->slot;
@@ -165,7 +139,8 @@ void round_started(const void* work) {
 
 void round_ended(const void* work, bool failed) {
   Thread& thread = t_thread;
-  Round* round = work ? find_round(work) : thread.round;
+  const bool own = !work || (thread.round && load(thread.round->work) == work);
+  Round* round = own ? thread.round : find_round(work);
   if (!round) {
     return;
   }
@@ -179,6 +154,7 @@ void round_ended(const void* work, bool failed) {
       release_open(*thread.open);
     }
     thread.round = nullptr;
+    thread.slot = nullptr;
   }
   if (round->entry && load(round->entry->seq) == static_cast<uint32_t>(round->seq)) {
     store(round->entry->dur_us, tocsin_microseconds(duration_ns));
@@ -197,67 +173,25 @@ void round_ended(const void* work, bool failed) {
   leave_communicator(communicator);
 }
 
-void step_posted(const void* buffer, int32_t peer, uint8_t direction, uint64_t bytes) {
-  Thread& thread = t_thread;
-  if (!thread.round) {
-    return;
-  }
-  Posted& posted = thread.posted[hash_of(buffer) % kBuffersMax];
-  if (posted.buffer != buffer) {
-    posted = {buffer, -1, -1};
-  }
-  (direction == TOCSIN_WAITSTATE_SEND ? posted.send_peer : posted.recv_peer) = peer;
-  if (direction == TOCSIN_WAITSTATE_SEND && bytes != UINT64_MAX) {  // all ones: to the end of a buffer whose size nobody tells
-    add(thread.slot->bytes, bytes);
+void point_to_point_done() {
+  if (load_acquire(g_frame_state) == FRAME_ON) {
+    store(g_frame->header.last_leave_ns, tocsin_now_ns());
   }
 }
 
-void step_waiting(const void* buffer, uint8_t direction) {
-  Thread& thread = t_thread;
-  if (!thread.round) {
-    return;
+Posted* find_posted_further(Thread& thread, const void* buffer) {
+  for (Posted& posted : thread.posted) {
+    if (posted.buffer == buffer) {
+      return &posted;
+    }
   }
-  if (direction == TOCSIN_WAITSTATE_RECV) {
-    thread.waiting_since_ns = tocsin_now_ns();
-  }
-  const Posted& posted = thread.posted[hash_of(buffer) % kBuffersMax];
-  const int32_t peer = direction == TOCSIN_WAITSTATE_SEND ? posted.send_peer : posted.recv_peer;
-  thread.waiting_on = posted.buffer == buffer && peer >= 0 ? &lane_of(*thread.slot, peer) : nullptr;
-  if (thread.waiting_on) {
-    store(thread.waiting_on->wait_state, direction);
-  }
+  return nullptr;
 }
 
-void step_done(int32_t peer, uint8_t direction) {
-  Thread& thread = t_thread;
-  if (!thread.round) {
-    if (load_acquire(g_frame_state) == FRAME_ON) {
-      store(g_frame->header.last_leave_ns, tocsin_now_ns());
-    }
-    return;
-  }
-  if (thread.waiting_on) {
-    store(thread.waiting_on->wait_state, TOCSIN_WAITSTATE_NONE);
-  }
-  tocsin_lane* lane = peer >= 0 ? &lane_of(*thread.slot, peer) : thread.waiting_on;
-  if (direction == TOCSIN_WAITSTATE_SEND) {
-    add(thread.slot->send_steps, 1);
-    if (thread.open) {
-      bump(thread.open->send_steps);
-    }
-    if (lane) {
-      add(lane->send_steps, 1);
-    }
-    return;
-  }
-  add(thread.slot->recv_steps, 1);
-  if (thread.open) {
-    bump(thread.open->recv_steps);
-  }
-  if (lane) {
-    add(lane->recv_steps, 1);
-    add(lane->recv_wait_us, tocsin_microseconds(tocsin_now_ns() - thread.waiting_since_ns));
-  }
+Posted* replace_posted(Thread& thread, const void* buffer) {
+  Posted& posted = thread.posted[thread.replaced++ % kBuffersMax];
+  posted = {buffer, {-1, -1}};
+  return &posted;
 }
 
 void step_failed() {

@@ -29,13 +29,6 @@ void round_started(const void* work);
 // `work` null: the round that this thread executes.
 void round_ended(const void* work, bool failed);
 
-// Steps of the round that this thread executes; `direction` is TOCSIN_WAITSTATE_SEND or .._RECV. Outside of a round
-// (point-to-point operations) they count nowhere, but their end is the end of an operation.
-void step_posted(const void* buffer, int32_t peer, uint8_t direction, uint64_t bytes);
-void step_waiting(const void* buffer, uint8_t direction);
-void step_done(int32_t peer, uint8_t direction);
-void step_failed();
-
 void forget_rounds_of(const Communicator& communicator);
 void forget_rounds();
 
