@@ -27,7 +27,8 @@ static bool lock(void) {
   return false;
 }
 
-// Word by word, for another thread may write a counter meanwhile. The id is left to the caller.
+// Word by word, for another thread may write a counter meanwhile: what it adds between the copy and the new aim of the
+// ways is lost, for nobody waits here. Totals are therefore at most what was done. The id is left to the caller.
 static void copy_slot(tocsin_slot* to, const tocsin_slot* from) {
   _Static_assert(sizeof *to % sizeof(uint64_t) == 0 && offsetof(tocsin_slot, comm_id) == 0, "words, the id first");
   uint64_t* target = (uint64_t*)to;
