@@ -1,5 +1,6 @@
 """Tomography of the network: the fewest links, switches or NICs that explain which flows are slow and which are not.
- A flow is *bad* when it is dead, or when its rate lies below the widest gap between the rates of flows of its length.
+
+A flow is *bad* when it is dead, or when its rate lies below the widest gap between the rates of flows of its length.
 Each thing that flows pass through (a link, a switch, the NIC at either end) is a candidate when nearly all its flows
 are bad. Candidates are taken greedily by how many bad flows they alone still explain, the narrower first where two
 explain the same.

@@ -102,14 +102,17 @@ class _Case:
 def decide(lanes: Lanes, stall: Stall, limits: Thresholds, unseen: list[str]) -> Verdict:
     """The verdict on a stall."""
     case = _Case(lanes, stall, limits, unseen)
-    if stall.divergent:
-        proven = bool(stall.operations) or stall.crossed
-        dead = [] if proven else _dead_links(case)
-        return _stands_inside(case, dead) if dead else _divergent(case)
     if stall.roots:
         return _not_entered(case)
     if stall.left:
         return _left_inside(case)
+    # What the program did wrong is proven by its calls; all else about who waits for whom may be a dead path's doing.
+    proven = bool(stall.operations or stall.undecided) or stall.crossed
+    dead = [] if proven else _dead_links(case)
+    if dead:
+        return _stands_inside(case, dead)
+    if stall.divergent:
+        return _divergent(case)
     if stall.undecided or (stall.circle and not stall.receivers):
         return _undecided(case)
     inside = _find_inside(case)
@@ -177,6 +180,10 @@ def _root(case: _Case, rank: int) -> Culprit:
 
 
 def _left_inside(case: _Case) -> Verdict:
+    """Ranks that all others left behind in a round: their hardware, or the path over which the end of it should come.
+
+    gloo's ring ends with a word from the neighbour: one that a black hole swallows keeps a rank inside for ever.
+    """
     culprits = []
     for rank in case.stall.left:
         text = f"rank {rank} is alone inside a round that all other members have left"
@@ -186,6 +193,8 @@ def _left_inside(case: _Case) -> Verdict:
             _cite(case, [found[1]])
         cause = found[1].cause if found is not None else "unknown"
         culprits.append(case.culprit(rank, cause, GPU_NAMED if found is not None else COUNTS))
+    if all(culprit.cause == "unknown" for culprit in culprits):
+        culprits = _dead_links(case) or culprits
     return case.verdict("H3", culprits, _action_inside(culprits))
 
 
@@ -215,10 +224,8 @@ def _silent(case: _Case) -> Verdict:
 
 
 def _find_inside(case: _Case) -> list[Culprit]:
-    """Who holds up the rounds that all have entered: dead links, then the cut of each round, then open transfers."""
-    culprits = _dead_links(case)
-    if culprits:
-        return culprits
+    """Who holds up the rounds that all have entered: the cut of each round, then open transfers."""
+    culprits: list[Culprit] = []
     usual = usual_steps(case.lanes)
     for comm in case.stall.innermost:
         cut = find_cut(case.lanes, case.stall.now, case.stall.begun, comm, usual)

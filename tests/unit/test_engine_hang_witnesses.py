@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.stalls import comm, enqueued, guilty, judged, running, stopped
+from tests.stalls import ROUND, Said, comm, enqueued, guilty, judged, running, stopped
 
 TP = comm(range(8), transport="NVLINK")
 ENQUEUED = {rank: {"tp": enqueued()} for rank in range(8)}
@@ -132,8 +132,13 @@ FABRIC = {
 }
 
 
-def test_dead_flows_of_a_rank_whose_nic_is_well_are_their_path() -> None:
-    comms, said = {"dp": comm((0, 8, 16))}, {rank: {"dp": running(1, 0)} for rank in (0, 8, 16)}
+INSIDE = {rank: {"dp": running(1, 0)} for rank in (0, 8, 16)}
+LEFT_BEHIND = INSIDE | {rank: {"dp": running(1, 0, seq=ROUND + 1)} for rank in (0, 16)}
+
+
+@pytest.mark.parametrize("said", [INSIDE, LEFT_BEHIND], ids=["all inside", "one left behind"])
+def test_dead_flows_of_a_rank_whose_nic_is_well_are_their_path(said: Said) -> None:
+    comms = {"dp": comm((0, 8, 16))}
     well = judged(comms, said, health=[nic(rank, "up") for rank in (0, 8, 16)], fabric=FABRIC)
     assert [(culprit.kind, culprit.link, culprit.cause) for culprit in well.culprits] == [
         ("link", "leaf0-spine1", "link_fault")
