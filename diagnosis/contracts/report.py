@@ -159,6 +159,19 @@ class NicFacts(msgspec.Struct, array_like=True, frozen=True):
     cnp_handled: int | None = None
 
 
+NIC_COUNTERS: Final = (
+    "symbol_errors",
+    "link_downed",
+    "rx_discards",
+    "rx_pause",
+    "tx_pause",
+    "out_of_sequence",
+    "retransmits",
+    "cnp_handled",
+)
+"""Those of `NicFacts` that count, by the names that they also have in a bundle."""
+
+
 class NetworkFacts(msgspec.Struct, array_like=True, frozen=True):
     """What the kernel of a node says of its network. `addresses`: texts that `JobSample.flows` point to; `nic_of`: for
     each the local port that has it, "" where none has. `state` is "ok" or "error"; only "ok" judges."""

@@ -32,7 +32,7 @@ import numpy as np
 from diagnosis.contracts import report as wire
 from diagnosis.contracts.columns import null_of, unpack
 from diagnosis.contracts.incident import Fabric, HealthTable
-from diagnosis.contracts.report import NetworkFacts, NicFacts
+from diagnosis.contracts.report import NIC_COUNTERS, NetworkFacts, NicFacts
 
 ENDS_MAX: Final = 65_536
 """Ends of connections that are remembered of a job."""
@@ -50,16 +50,6 @@ NIC_LOOKS_MAX: Final = 128
 BEYOND: Final = "fabric"
 """Stands in names for all that lies beyond a node's own link where no topology is told."""
 SWITCHES_DEEP_MAX: Final = 16
-_NIC_COUNTERS: Final = (
-    "symbol_errors",
-    "link_downed",
-    "rx_discards",
-    "rx_pause",
-    "tx_pause",
-    "out_of_sequence",
-    "retransmits",
-    "cnp_handled",
-)
 
 Endpoint = tuple[str, int]
 Topology = Mapping[str, str]
@@ -212,7 +202,7 @@ class NetworkHistory:
                 rows.append((place, nic, _port_values(nic, before.get(nic.name, nic), nic.name in seen_up)))
         if not rows:
             return None
-        columns = ("link", "speed_gbps", "speed_max_gbps", *_NIC_COUNTERS)
+        columns = ("link", "speed_gbps", "speed_max_gbps", *NIC_COUNTERS)
         return HealthTable(
             node=np.array([place for place, _, _ in rows], np.int32),
             entity=tuple(nic.name for _, nic, _ in rows),
@@ -296,7 +286,7 @@ def _port_values(nic: NicFacts, before: NicFacts, seen_up: bool) -> dict[str, fl
         "speed_gbps": np.nan if nic.speed_gbps is None else nic.speed_gbps,
         "speed_max_gbps": np.nan if nic.speed_max_gbps is None else nic.speed_max_gbps,
     }
-    for name in _NIC_COUNTERS:
+    for name in NIC_COUNTERS:
         new, old = getattr(nic, name), getattr(before, name)
         values[name] = np.nan if new is None or old is None or new < old else float(new - old)
     return values

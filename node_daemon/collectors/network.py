@@ -19,6 +19,7 @@ import numpy as np
 from diagnosis.contracts import report as wire
 from diagnosis.contracts.columns import Table, empty, pack
 from diagnosis.contracts.report import JobSample, NetworkFacts
+from node_daemon.collectors.ethtool import PortStatistics
 from node_daemon.collectors.frames import JobFrames
 from node_daemon.collectors.nics import local_addresses, read_nics
 from node_daemon.collectors.process import STATE_GONE, STATE_UNKNOWN
@@ -58,6 +59,7 @@ class NetworkSource:
     sockets: Callable[[], list[TcpSocket]] = read_sockets
     addresses: Callable[[], dict[str, str]] = local_addresses
     clock: Callable[[], float] = time.monotonic
+    statistics: PortStatistics = field(default_factory=PortStatistics)
     _before: dict[_Key, tuple[int | None, ...]] = field(default_factory=dict)
     _looked_at: float | None = None
 
@@ -82,7 +84,7 @@ class NetworkSource:
             flows.setdefault(pid, []).append(Flow(one, _added(counters[key], self._before.get(key))))
         self._before = counters
         used = {nic_of[flow.socket.local[0]] for of in flows.values() for flow in of if flow.socket.local[0] in nic_of}
-        return Look(flows, read_nics(used - {"lo"}), nic_of, int(window_s * 1000))
+        return Look(flows, read_nics(used - {"lo"}, self.statistics), nic_of, int(window_s * 1000))
 
 
 def _added(now: tuple[int | None, ...], before: tuple[int | None, ...] | None) -> tuple[int | None, ...]:

@@ -2,22 +2,24 @@
 
 InfiniBand and RoCE ports come from `/sys/class/infiniband/*/ports/1` (Documentation/ABI/stable/sysfs-class-infiniband),
 all others that sit on a device, or that the job's own addresses lie on, by rtnetlink(7) and the ethtool ioctl: these
-speak of the daemon's network namespace, where sysfs speaks of whoever mounted it. Only counters of real trouble are
-taken: `rx_dropped` also counts what nobody listened for.
+speak of the daemon's network namespace, where sysfs speaks of whoever mounted it. The pause frames of a RoCE port are
+told by the Ethernet port that it shares its wire with. Only counters of real trouble are taken: `rx_dropped` also
+counts what nobody listened for.
 """
 
 from __future__ import annotations
 
-import array
-import fcntl
 import re
 import socket
 import struct
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
+import msgspec
+
 from diagnosis.contracts.report import NICS_MAX, NicFacts
+from node_daemon.collectors.ethtool import PortStatistics, speed_gbps
 
 _VALUE_BYTES_MAX: Final = 128
 _RATE: Final = re.compile(r"([0-9.]+) Gb/sec")
@@ -26,24 +28,54 @@ _ERROR, _DONE = 2, 3
 _ADDRESS, _LOCAL = 1, 2  # IFA_ADDRESS, IFA_LOCAL
 _NAME, _STATS64, _CARRIER, _CARRIER_DOWNS, _PARENT_DEVICE = 3, 23, 33, 48, 56  # IFLA_...
 _CRC, _FRAME, _FIFO, _MISSED = 12, 13, 14, 15  # places in struct rtnl_link_stats64
-_SIOCETHTOOL, _ETHTOOL_GSET = 0x8946, 1
-_SPEED_UNKNOWN: Final = (0, 0xFFFF_FFFF)
 _TIMEOUT_S: Final = 2.0
+HW_COUNTERS: Final[dict[str, tuple[str, ...]]] = {
+    "rx_discards": ("out_of_buffer",),
+    "out_of_sequence": ("out_of_sequence", "oos_drop_count"),
+    "retransmits": (
+        *("packet_seq_err", "local_ack_timeout_err", "implied_nak_seq_err"),  # mlx5, mlx4
+        *("seq_err_naks_rcvd", "to_retransmits"),  # bnxt_re
+        *("retrans_pkts", "retrans_timeout_events"),  # efa
+    ),
+    "cnp_handled": ("rp_cnp_handled", "rx_cnp_pkts", "cnpHandled"),  # mlx5, bnxt_re, irdma
+}
+"""Counter of NicFacts to the names in `hw_counters` that are added up. "Receiver not ready" is not among them: in an
+all-to-all it is normal."""
 
 Attributes = dict[int, bytes]
 
 
-def read_nics(addressed: Collection[str] = (), root: Path = Path("/sys/class")) -> list[NicFacts]:
+def read_nics(
+    addressed: Collection[str] = (), statistics: PortStatistics | None = None, root: Path = Path("/sys/class")
+) -> list[NicFacts]:
     """All ports, by name, at most NICS_MAX. `addressed`: names that the job's own addresses lie on. Raises OSError."""
+    statistics = statistics or PortStatistics()
     infiniband = _entries(root / "infiniband")
-    behind = {path.name for device in infiniband for path in _entries(device / "device" / "net")}
+    wires = {device.name: [path.name for path in _entries(device / "device" / "net")] for device in infiniband}
+    behind = {name for names in wires.values() for name in names}
     nets = []
     for _, attributes in _dump(_GET_LINK, _NEW_LINK, 16):
         name = attributes.get(_NAME, b"").rstrip(b"\0").decode(errors="replace")
         if name not in behind and (name in addressed or _PARENT_DEVICE in attributes):
             nets.append(_of_link(name, attributes))
     nets.sort(key=lambda nic: nic.name)
-    return [*map(_of_infiniband, infiniband), *nets][:NICS_MAX]
+    wired = [
+        *((_of_infiniband(device), wires[device.name]) for device in infiniband),
+        *((nic, [nic.name]) for nic in nets),
+    ]
+    return [_with_statistics(nic, names, statistics) for nic, names in wired[:NICS_MAX]]
+
+
+def _with_statistics(nic: NicFacts, wires: list[str], statistics: PortStatistics) -> NicFacts:
+    """The port with what the driver of its wire tells beside; of several wires (a bond) nothing, as of none."""
+    told = statistics.read(wires[0]) if len(wires) == 1 else {}
+    return msgspec.structs.replace(nic, **told) if told else nic
+
+
+def _sum(values: list[int | None]) -> int | None:
+    """Of those that are told; None where none is."""
+    known = [value for value in values if value is not None]
+    return sum(known) if known else None
 
 
 def local_addresses() -> dict[str, str]:
@@ -102,42 +134,26 @@ def _of_link(name: str, told: Attributes) -> NicFacts:
     return NicFacts(
         name=name,
         up=carrier[0] > 0 if carrier else None,
-        speed_gbps=_speed_gbps(name),
+        speed_gbps=speed_gbps(name),
         symbol_errors=counter(_CRC, _FRAME),
         link_downed=int(struct.unpack("=I", downs)[0]) if len(downs) == 4 else None,
         rx_discards=counter(_FIFO, _MISSED),
     )
 
 
-def _speed_gbps(name: str) -> float | None:
-    """The speed by the driver's word (struct ethtool_cmd), None where it does not know."""
-    command = array.array("B", struct.pack("=I40x", _ETHTOOL_GSET))
-    asked = struct.pack("@16sP16x", name.encode()[:15], command.buffer_info()[0])
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as any_socket:
-            fcntl.ioctl(any_socket, _SIOCETHTOOL, asked)
-    except OSError:
-        return None
-    low, high = struct.unpack_from("=H", command, 12)[0], struct.unpack_from("=H", command, 28)[0]
-    speed_mbps = high << 16 | low
-    return None if speed_mbps in _SPEED_UNKNOWN or speed_mbps == 0xFFFF else speed_mbps / 1000
-
-
 def _of_infiniband(path: Path) -> NicFacts:
     port = path / "ports" / "1"
     state, rate = _text(port / "state"), _RATE.match(_text(port / "rate") or "")
-    more = port / "hw_counters"
-    lost = [_number(more / name) for name in ("packet_seq_err", "local_ack_timeout_err")]
+    more: Mapping[str, int | None] = {
+        fact: _sum([_number(port / "hw_counters" / name) for name in names]) for fact, names in HW_COUNTERS.items()
+    }
     return NicFacts(
         name=path.name,
         up=None if state is None else "ACTIVE" in state,
         speed_gbps=float(rate[1]) if rate else None,
         symbol_errors=_number(port / "counters" / "symbol_error"),
         link_downed=_number(port / "counters" / "link_downed"),
-        rx_discards=_number(more / "out_of_buffer"),
-        out_of_sequence=_number(more / "out_of_sequence"),
-        retransmits=sum(one for one in lost if one is not None) if lost != [None, None] else None,
-        cnp_handled=_number(more / "rp_cnp_handled"),
+        **more,
     )
 
 

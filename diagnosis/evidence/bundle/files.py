@@ -7,6 +7,7 @@ from typing import Final
 import msgspec
 
 from diagnosis.contracts.incident import Kind, State
+from diagnosis.contracts.report import NIC_COUNTERS
 from diagnosis.evidence.values import integer, mend, number, text
 
 SCHEMA: Final = "tocsin.bundle/1"
@@ -76,16 +77,7 @@ NVML: Final = (
     "utilization_pct",
     *NVML_COUNTERS,
 )
-IB_COUNTERS: Final = (
-    "symbol_errors",
-    "link_downed",
-    "rx_discards",
-    "rx_pause",
-    "tx_pause",
-    "out_of_sequence",
-    "retransmits",
-    "cnp_handled",
-)
+IB_COUNTERS: Final = NIC_COUNTERS
 IB: Final = ("link", "speed_gbps", "speed_max_gbps", *IB_COUNTERS)
 HOST: Final = ("cpu_util_pct", "iowait_pct", "steal_pct", "load1", "cpus", "mem_free_gb", "fs_read_p99_ms")
 BELOW_ZERO: Final = frozenset({"temperature_c"})
