@@ -11,7 +11,20 @@
 // generation are checked by one comparison and all that a step touches is at hand.
 //
 // A communicator always writes to a slot: one of the frame's 16, or its own `parked` one while it has none there.
-// Communicators move between the two at their rounds, under a lock that nobody waits for.
+// Communicators move between the two at their rounds, under a lock that nobody waits for, and no writer is ever stopped
+// for it. So that nothing is lost and nothing lands in what has become another's slot, one word (`hold`) says where a
+// communicator writes and who is about to; `hold` and `let_go` count in it, and a move is one comparing exchange of it:
+//
+//   bits  0-15 place: how far into the frame, in words, or PARKED | 16-25 events in hand
+//        26-41 network transfers under way | 42-63 how often anything began
+//
+// * Whatever writes to a slot, but for steps, holds its communicator meanwhile. What holds it is where it was.
+// * Steps do not: they are most of all callbacks, and would pay for it. NCCL makes them between the beginning and the
+//   end of their operation, in one thread, and that operation is counted.
+// * A slot is taken away only where neither events nor transfers were there since its contents were copied: the exchange
+//   fails where anything began meanwhile, even if it has ended again. Whoever begins later is led to `parked`.
+// * A slot is given where no other event is in hand. Steps may go on: those that are still led to `parked` are fetched
+//   from there (taken out and added, so it may be done at any time and by anybody), at once and when the operation ends.
 #pragma once
 
 #include <stdbool.h>
@@ -19,6 +32,7 @@
 #include <stdint.h>
 
 #include "atomic_fields.h"
+#include "nccl_frame.h"
 #include "recording.h"
 #include "tocsin_frame.h"
 
@@ -49,10 +63,11 @@ enum {  // kinds of handles
 #define HANDLE_NEXT_KIND ((uint64_t)1 << 13)
 
 enum { WAYS = 64 };  // of one communicator
+#define STEP_KEY_NONE 0xFFFFFFFFu  // no handle has it
 
 // One direction of one channel, and where its steps count. All pointers lead into the communicator's slot.
 typedef struct way {
-  uint32_t step_key;  // of its steps' handles for rounds, 0: no such communicator
+  uint32_t step_key;  // of its steps' handles for rounds, STEP_KEY_NONE: no such communicator
   uint32_t posted;    // steps begun
   uint8_t* state;
   uint32_t* steps;
@@ -60,6 +75,8 @@ typedef struct way {
   uint64_t* bytes;
   uint32_t* open_seq;    // of the first of the slot's `open`
   uint32_t* open_steps;  // likewise
+  uint16_t transfers;    // under way on it
+  uint16_t peer;         // told last
 } __attribute__((aligned(64))) way;  // a line of the cache each, for each has its thread
 
 // One collective, from the program's call to the end of its kernel. Low halves of numbers; 0: unused.
@@ -71,7 +88,7 @@ typedef struct coll_round {
   int32_t kernels_left;  // channels whose kernel has not ended
   uint64_t first_ns;     // by the GPU's clock; 0: has not started, or is untimed
   uint64_t last_ns;
-  tocsin_round* entry;  // null: not recorded
+  uint32_t entry;  // of the slot's rounds, from 1; 0: not recorded
   uint32_t started;
 } coll_round;
 
@@ -86,18 +103,18 @@ typedef struct launch {
 } launch;
 
 typedef struct communicator {
+  uint64_t hold;        // see above; outlives the communicator, for an event that comes late may be counted in it
   uint32_t generation;  // 0: free
   uint32_t graphs;      // a collective was captured in a graph
   uint32_t call_events;  // that NCCL delivers for what the program called for last
   uint32_t told_events;  // our wish, as NCCL was last told
-  int32_t transfers;     // of the network proxy, under way
   uint64_t id;
   int* mask;
   const int* others_mask;  // what a plugin behind this one asks for, null: there is none
-  tocsin_slot* slot;  // never null while it lives
   uint64_t enqueued;
   uint32_t launches;
   uint64_t kernel_ns[32];  // start of each channel's newest kernel, by the GPU's clock
+  uint32_t kernel_us[32];  // how long it took, when that is known
   tocsin_recording recording;
   coll_round rounds[ROUNDS_MAX];
   launch launch_ring[LAUNCHES_MAX];
@@ -116,8 +133,63 @@ static inline communicator* communicator_of(uint64_t handle) {
 
 static inline way* way_of(uint64_t handle) { return &g_ways[handle & (COMMUNICATORS_MAX * WAYS - 1)]; }
 
+enum { PARKED = 0 };
+#define HOLD_PLACE(word) ((uint32_t)(word) & 0xFFFF)
+#define HOLD_EVENT ((uint64_t)1 << 16)
+#define HOLD_TRANSFER ((uint64_t)1 << 26)
+#define HOLD_BEGUN ((uint64_t)1 << 42)
+#define HOLD_EVENTS(word) ((uint32_t)((word) >> 16) & 0x3FF)
+#define HOLD_TRANSFERS(word) ((uint32_t)((word) >> 26) & 0xFFFF)
+_Static_assert(sizeof(nccl_frame) / sizeof(uint64_t) <= 0xFFFF, "a place fits");
+
+static inline void let_go(communicator* owner) { __atomic_fetch_sub(&owner->hold, HOLD_EVENT, __ATOMIC_RELEASE); }
+
+// The communicator of a handle, which stays where it is until it is let go; null where it is gone. (Who ends it looks
+// for holders after it has taken the generation away: one of the two sees the other.)
+static inline communicator* hold(uint64_t handle) {
+  communicator* found = &g_communicators[(handle >> 6) & (COMMUNICATORS_MAX - 1)];
+  const uint32_t generation = (uint32_t)handle >> 17;
+  __atomic_fetch_add(&found->hold, HOLD_EVENT + HOLD_BEGUN, __ATOMIC_SEQ_CST);
+  if (generation && __atomic_load_n(&found->generation, __ATOMIC_SEQ_CST) == generation) {
+    return found;
+  }
+  let_go(found);
+  return NULL;
+}
+
+// Where it writes: for those that hold it, and for those that have the lock.
+static inline tocsin_slot* slot_of(communicator* owner) {
+  const uint32_t place = HOLD_PLACE(LOAD_ACQUIRE(owner->hold));
+  return place == PARKED ? &owner->parked : (tocsin_slot*)((uint64_t*)g_frame + place);
+}
+
 static inline tocsin_channel* channel_of(communicator* owner, uint64_t handle) {
-  return (tocsin_channel*)LOAD_ACQUIRE(owner->slot)->lanes + HANDLE_CHANNEL(handle);
+  return (tocsin_channel*)slot_of(owner)->lanes + HANDLE_CHANNEL(handle);
+}
+
+void aim_way(communicator* owner, way* on, tocsin_slot* slot);
+void fetch_steps(communicator* owner, tocsin_slot* slot);
+
+// A transfer of the network proxy begins on this way, or ends, in the thread that makes its steps. The communicator is
+// held, and is let go.
+static inline void way_taken(communicator* owner, way* on, tocsin_slot* slot) {
+  STORE(on->transfers, (uint16_t)(LOAD(on->transfers) + 1));
+  if (__builtin_expect(LOAD(on->bytes) != &slot->bytes, 0)) {  // a move has not come to this way yet
+    aim_way(owner, on, slot);
+  }
+  ADD(owner->hold, HOLD_TRANSFER - HOLD_EVENT);
+}
+
+static inline void way_left(communicator* owner, way* on, tocsin_slot* slot) {
+  uint64_t let_go = HOLD_EVENT;
+  if (LOAD(on->transfers)) {  // proxies of shared memory end without ever having told a beginning
+    if (slot != &owner->parked && __builtin_expect(LOAD(owner->parked.send_steps) | LOAD(owner->parked.recv_steps), 0)) {
+      fetch_steps(owner, slot);
+    }
+    STORE(on->transfers, (uint16_t)(LOAD(on->transfers) - 1));
+    let_go += HOLD_TRANSFER;
+  }
+  __atomic_fetch_sub(&owner->hold, let_go, __ATOMIC_RELEASE);
 }
 
 // A handle of KIND_COMMUNICATOR, 0 where there are too many communicators, or where this process already is another
@@ -125,8 +197,9 @@ static inline tocsin_channel* channel_of(communicator* owner, uint64_t handle) {
 uint64_t communicator_made(uint64_t id, int32_t ranks, int32_t rank, int* mask);
 void communicator_gone(uint64_t handle);
 
-// Gives it a slot of the frame if it has none and there is one; counted in works_lost if not.
-void follow(communicator* owner);
+// Where the communicator, which is held, writes. Gives it a slot of the frame if it has none and there is one; counted
+// in works_lost if not.
+tocsin_slot* follow(communicator* owner);
 
 // In the child of a fork.
 void forget_communicators(void);

@@ -48,7 +48,7 @@ static uint64_t coll_begun(communicator* owner, uint64_t self, const nccl_event*
     seq = round_entered(owner, &what);
   }
   if (seq && seq == (uint32_t)LOAD(owner->enqueued)) {
-    tocsin_slot* slot = LOAD_ACQUIRE(owner->slot);
+    tocsin_slot* slot = slot_of(owner);
     STORE(slot->algo, algo_of(event->coll.algorithm));
     STORE(slot->proto, proto_of(event->coll.protocol));
   }
@@ -69,10 +69,13 @@ static uint64_t op_begun(communicator* owner, uint64_t self, const nccl_event* e
   const uint32_t number = parent_number(event->parent, p2p ? KIND_P2P : KIND_COLL);
   const uint64_t handle = HANDLE(self, p2p ? KIND_OP_P2P : KIND_OP, number) |
                           HANDLE_WAY(event->proxy_op.channel, event->proxy_op.is_send);
-  if (event->proxy_op.is_send) {
-    const int32_t peer = event->proxy_op.peer;
-    const bool fits = peer >= 0 && peer < (int32_t)TOCSIN_FRAME_PEER_UNKNOWN;
-    STORE(channel_of(owner, handle)->peer, (uint16_t)(fits ? peer : (int32_t)TOCSIN_FRAME_PEER_UNKNOWN));
+  const int32_t peer = event->proxy_op.peer;
+  const uint16_t told = peer >= 0 && peer < (int32_t)TOCSIN_FRAME_PEER_UNKNOWN ? (uint16_t)peer : TOCSIN_FRAME_PEER_UNKNOWN;
+  way* on = way_of(handle);
+  if (event->proxy_op.is_send && LOAD(on->peer) != told && hold(self)) {
+    STORE(on->peer, told);
+    STORE(channel_of(owner, handle)->peer, told);
+    let_go(owner);
   }
   return handle;
 }
@@ -99,6 +102,23 @@ static uint64_t p2p_step_begun(uint64_t parent) {
   return parent + HANDLE_NEXT_KIND;
 }
 
+// What writes to the communicator's slot.
+static uint64_t held_begun(uint64_t self, const nccl_event* event, uint64_t type, bool v4) {
+  communicator* owner = hold(self);
+  if (!owner) {
+    return 0;
+  }
+  uint64_t begun = 0;
+  switch (type) {
+    case NCCL_KERNEL_CH: begun = kernel_of(owner, self, event); break;
+    case NCCL_COLL_API: begun = call_begun(owner, self, event); break;
+    case NCCL_COLL: begun = coll_begun(owner, self, event, v4); break;
+    default: begun = p2p_begun(owner, self, event, v4); break;
+  }
+  let_go(owner);
+  return begun;
+}
+
 __attribute__((noinline)) static int start_other(void* context, void** handle, nccl_event* event, uint64_t type,
                                                  bool v4) {
   const uint64_t self = handle_of(context);
@@ -110,12 +130,12 @@ __attribute__((noinline)) static int start_other(void* context, void** handle, n
   } else if (owner) {
     switch (type) {
       case NCCL_PROXY_OP: begun = op_begun(owner, self, event); break;
-      case NCCL_KERNEL_CH: begun = kernel_of(owner, self, event); break;
-      case NCCL_COLL_API: begun = call_begun(owner, self, event); break;
-      case NCCL_COLL: begun = coll_begun(owner, self, event, v4); break;
-      case NCCL_P2P_API: call_entered(owner); break;
-      case NCCL_P2P: begun = p2p_begun(owner, self, event, v4); break;
       case NCCL_GROUP: begun = HANDLE(self, KIND_GROUP, launch_begun(owner)); break;
+      case NCCL_P2P_API: call_entered(owner); break;
+      case NCCL_KERNEL_CH:
+      case NCCL_COLL_API:
+      case NCCL_COLL:
+      case NCCL_P2P: begun = held_begun(self, event, type, v4); break;
       default: break;
     }
   }
@@ -128,7 +148,7 @@ static inline int start(void* context, void** handle, nccl_event* event, uint64_
   if (__builtin_expect(type == NCCL_PROXY_STEP, 1)) {
     const uint64_t step = handle_of(event->parent) + HANDLE_NEXT_KIND;
     way* on = way_of(step);
-    if (__builtin_expect(event->parent && HANDLE_KEY(step) == LOAD_ACQUIRE(on->step_key), 1)) {
+    if (__builtin_expect(HANDLE_KEY(step) == LOAD_ACQUIRE(on->step_key), 1)) {
       step_begun(on);
       *handle = pointer(step);
       return 0;
@@ -165,17 +185,14 @@ static inline int step_state(way* on, int state, const nccl_state_args* args) {
 }
 
 __attribute__((noinline)) static int record_other(uint64_t handle, int state, const nccl_state_args* args) {
-  communicator* owner = communicator_of(handle);
   const uint32_t kind = HANDLE_KIND(handle);
-  if (!owner) {
-    return 0;
-  }
   if (kind == KIND_STEP_P2P) {
-    return step_state(way_of(handle), state, args);
+    return communicator_of(handle) ? step_state(way_of(handle), state, args) : 0;
   }
-  if (state == NCCL_STATE_KERNEL_CH_STOP && (kind == KIND_KERNEL || kind == KIND_KERNEL_P2P) && args) {
+  communicator* owner = communicator_of(handle);
+  if (state == NCCL_STATE_KERNEL_CH_STOP && (kind == KIND_KERNEL || kind == KIND_KERNEL_P2P) && args && owner) {
     kernel_timed(owner, handle, args->gpu_ns);
-  } else if (state == NCCL_STATE_PROXY_OP_IN_PROGRESS && (kind == KIND_OP || kind == KIND_OP_P2P)) {
+  } else if (state == NCCL_STATE_PROXY_OP_IN_PROGRESS && (kind == KIND_OP || kind == KIND_OP_P2P) && hold(handle)) {
     transfer_begun(owner, handle);
   }
   return 0;
@@ -183,9 +200,8 @@ __attribute__((noinline)) static int record_other(uint64_t handle, int state, co
 
 static int record_state(void* pointer_, int state, nccl_state_args* args) {
   const uint64_t handle = handle_of(pointer_);
-  const uint32_t key = HANDLE_KEY(handle);
   way* on = way_of(handle);
-  if (__builtin_expect(key && key == LOAD_ACQUIRE(on->step_key), 1)) {
+  if (__builtin_expect(HANDLE_KEY(handle) == LOAD_ACQUIRE(on->step_key), 1)) {
     return step_state(on, state, args);
   }
   return record_other(handle, state, args);
@@ -200,25 +216,30 @@ static inline void step_ended(way* on) {
 }
 
 __attribute__((noinline)) static int stop_other(uint64_t handle) {
-  communicator* owner = communicator_of(handle);
-  if (owner) {
-    switch (HANDLE_KIND(handle)) {
-      case KIND_STEP_P2P: step_ended(way_of(handle)); break;
-      case KIND_OP:
-      case KIND_OP_P2P: transfer_ended(owner, handle); break;
-      case KIND_KERNEL:
-      case KIND_KERNEL_P2P: kernel_ended(owner, handle); break;
-      default: break;  // the end of a call or of its enqueueing says nothing about the operation's
-    }
+  const uint32_t kind = HANDLE_KIND(handle);
+  const bool kernel = kind == KIND_KERNEL || kind == KIND_KERNEL_P2P;
+  if (kind == KIND_STEP_P2P && communicator_of(handle)) {
+    step_ended(way_of(handle));
   }
+  // The end of a call or of its enqueueing says nothing about the operation's.
+  communicator* owner = kernel || kind == KIND_OP || kind == KIND_OP_P2P ? hold(handle) : NULL;
+  if (!owner) {
+    return 0;
+  }
+  if (!kernel) {
+    transfer_ended(owner, handle);
+    return 0;
+  }
+  kernel_ended(owner, handle);
+  let_go(owner);
   return 0;
 }
 
 static int stop_event(void* pointer_) {
   const uint64_t handle = handle_of(pointer_);
-  const uint32_t key = HANDLE_KEY(handle), seq = HANDLE_NUMBER(handle);
+  const uint32_t seq = HANDLE_NUMBER(handle);
   way* on = way_of(handle);
-  if (!__builtin_expect(key && key == LOAD_ACQUIRE(on->step_key), 1)) {
+  if (!__builtin_expect(HANDLE_KEY(handle) == LOAD_ACQUIRE(on->step_key), 1)) {
     return stop_other(handle);
   }
   step_ended(on);

@@ -10,6 +10,13 @@ static coll_round* round_at(communicator* owner, uint32_t seq) {
   return seq && LOAD(found->seq) == seq ? found : NULL;
 }
 
+// Its entry in the slot, null where it has none or a later round's stands there.
+static tocsin_round* entry_of(const coll_round* round, tocsin_slot* slot) {
+  const uint32_t place = LOAD(round->entry);
+  tocsin_round* entry = place ? &slot->rounds[place - 1] : NULL;
+  return entry && LOAD(entry->seq) == LOAD(round->seq) ? entry : NULL;
+}
+
 static launch* launch_at(communicator* owner, uint32_t number) {
   launch* found = &owner->launch_ring[number % LAUNCHES_MAX];
   return number && LOAD(found->number) == number ? found : NULL;
@@ -60,8 +67,7 @@ static void mind_events(communicator* owner, uint64_t now_ns) {
 
 uint32_t round_entered(communicator* owner, const operation* what) {
   const uint64_t now_ns = tocsin_now_ns();
-  follow(owner);
-  tocsin_slot* slot = LOAD_ACQUIRE(owner->slot);
+  tocsin_slot* slot = follow(owner);
   call_entered(owner);
   mind_events(owner, now_ns);
   const uint64_t seq = ADD(owner->enqueued, 1) + 1;
@@ -74,7 +80,8 @@ uint32_t round_entered(communicator* owner, const operation* what) {
   STORE(round->first_ns, 0);
   STORE(round->last_ns, 0);
   STORE(round->started, 0);
-  STORE(round->entry, tocsin_record(&owner->recording, slot, seq, now_ns, 0, LOAD(round->signature)));
+  const tocsin_round* entry = tocsin_record(&owner->recording, slot, seq, now_ns, 0, LOAD(round->signature));
+  STORE(round->entry, entry ? (uint32_t)(entry - slot->rounds) + 1 : 0);
   STORE_RELEASE(round->seq, (uint32_t)seq);
   STORE(slot->unknown, untold(owner, LOAD(round->events)));
   STORE(slot->op, what->op);
@@ -129,7 +136,7 @@ static void round_started(communicator* owner, coll_round* round) {
     return;
   }
   STORE(round->started, 1);
-  tocsin_slot* slot = LOAD_ACQUIRE(owner->slot);
+  tocsin_slot* slot = slot_of(owner);
   const uint32_t seq = LOAD(round->seq);
   tocsin_open* open = &slot->open[seq % TOCSIN_FRAME_OPEN_COUNT];
   STORE(open->seq, 0);
@@ -142,7 +149,7 @@ static void round_started(communicator* owner, coll_round* round) {
 }
 
 static void launch_over(communicator* owner, launch* of) {
-  tocsin_slot* slot = LOAD_ACQUIRE(owner->slot);
+  tocsin_slot* slot = slot_of(owner);
   const uint64_t now_ns = tocsin_now_ns();
   STORE(g_frame->header.last_leave_ns, now_ns);
   const uint32_t last = LOAD(of->last);
@@ -177,14 +184,15 @@ static uint64_t gap_before(uint64_t gpu_ns) {
 void kernel_begun(communicator* owner, uint64_t handle, uint64_t gpu_ns) {
   STORE(channel_of(owner, handle)->kernel_us, TOCSIN_FRAME_DUR_OPEN);
   STORE(owner->kernel_ns[HANDLE_CHANNEL(handle)], gpu_ns);
+  STORE(owner->kernel_us[HANDLE_CHANNEL(handle)], 0);
   coll_round* round = HANDLE_KIND(handle) == KIND_KERNEL ? round_at(owner, HANDLE_NUMBER(handle)) : NULL;
   if (round && !LOAD(round->first_ns) && gpu_ns) {
-    tocsin_slot* slot = LOAD_ACQUIRE(owner->slot);
-    tocsin_round* entry = LOAD(round->entry);
+    tocsin_slot* slot = slot_of(owner);
+    tocsin_round* entry = entry_of(round, slot);
     const uint64_t gap_ns = gap_before(gpu_ns);
     STORE(round->first_ns, gpu_ns);
     ADD(slot->gap_sum_ns, gap_ns);
-    if (entry && LOAD(entry->seq) == LOAD(round->seq)) {
+    if (entry) {
       STORE(entry->gap_us, tocsin_microseconds(gap_ns));
     }
   }
@@ -199,7 +207,7 @@ void kernel_timed(communicator* owner, uint64_t handle, uint64_t gpu_ns) {
   const bool sound = begun_ns && gpu_ns >= begun_ns;
   // A kernel of less than a microsecond is told as one, for 0 means that its time is not known.
   const uint32_t us = sound ? tocsin_microseconds(gpu_ns - begun_ns) : 0;
-  STORE(channel_of(owner, handle)->kernel_us, sound && !us ? 1 : us);
+  STORE(owner->kernel_us[HANDLE_CHANNEL(handle)], sound && !us ? 1 : us);
   coll_round* round = HANDLE_KIND(handle) == KIND_KERNEL ? round_at(owner, HANDLE_NUMBER(handle)) : NULL;
   if (round && sound) {
     raise_to(&round->last_ns, gpu_ns);
@@ -212,18 +220,16 @@ static void round_over(communicator* owner, coll_round* round) {
   if (!first_ns || last_ns < first_ns) {
     return;  // untimed: its duration stays unknown
   }
-  tocsin_round* entry = LOAD(round->entry);
-  ADD(LOAD_ACQUIRE(owner->slot)->dur_sum_ns, last_ns - first_ns);
-  if (entry && LOAD(entry->seq) == LOAD(round->seq)) {
+  tocsin_slot* slot = slot_of(owner);
+  tocsin_round* entry = entry_of(round, slot);
+  ADD(slot->dur_sum_ns, last_ns - first_ns);
+  if (entry) {
     STORE_RELEASE(entry->dur_us, tocsin_microseconds(last_ns - first_ns));
   }
 }
 
 void kernel_ended(communicator* owner, uint64_t handle) {
-  tocsin_channel* channel = channel_of(owner, handle);
-  if (LOAD(channel->kernel_us) == TOCSIN_FRAME_DUR_OPEN) {
-    STORE(channel->kernel_us, 0);
-  }
+  STORE(channel_of(owner, handle)->kernel_us, LOAD(owner->kernel_us[HANDLE_CHANNEL(handle)]));
   coll_round* round = HANDLE_KIND(handle) == KIND_KERNEL ? round_at(owner, HANDLE_NUMBER(handle)) : NULL;
   if (round && ADD(round->kernels_left, -1) == 1) {
     round_over(owner, round);
@@ -236,24 +242,21 @@ void kernel_ended(communicator* owner, uint64_t handle) {
 
 void transfer_begun(communicator* owner, uint64_t handle) {
   coll_round* round = HANDLE_KIND(handle) == KIND_OP ? round_at(owner, HANDLE_NUMBER(handle)) : NULL;
-  launch* of = launch_of(owner, handle);
+  launch* of = round ? launch_at(owner, LOAD(round->launch)) : launch_of(owner, handle);
   if (round) {
     round_started(owner, round);
   }
   if (of) {
     ADD(of->transfers, 1);
-    ADD(owner->transfers, 1);
   }
+  way_taken(owner, way_of(handle), slot_of(owner));
 }
 
 void transfer_ended(communicator* owner, uint64_t handle) {
   launch* of = launch_of(owner, handle);
   // Proxies of shared memory end without ever having told a beginning.
-  if (!of || LOAD(of->transfers) <= 0) {
-    return;
-  }
-  ADD(owner->transfers, -1);
-  if (ADD(of->transfers, -1) == 1 && !LOAD(of->has_kernels)) {
+  if (of && LOAD(of->transfers) > 0 && ADD(of->transfers, -1) == 1 && !LOAD(of->has_kernels)) {
     launch_over(owner, of);
   }
+  way_left(owner, way_of(handle), slot_of(owner));
 }

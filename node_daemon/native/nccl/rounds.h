@@ -36,8 +36,10 @@ uint32_t launch_begun(communicator* owner);
 uint32_t task_begun(communicator* owner, uint32_t number, uint32_t seq, uint32_t channels);
 
 void kernel_begun(communicator* owner, uint64_t handle, uint64_t gpu_ns);
+// Writes to no slot.
 void kernel_timed(communicator* owner, uint64_t handle, uint64_t gpu_ns);
 void kernel_ended(communicator* owner, uint64_t handle);
 
+// Both let their communicator go.
 void transfer_begun(communicator* owner, uint64_t handle);
 void transfer_ended(communicator* owner, uint64_t handle);
