@@ -19,6 +19,7 @@ from diagnosis.contracts.errors import OperatorFault
 from diagnosis.contracts.report import ROUND_DTYPE, ROUND_ROWS_MAX, JobSample, NetworkFacts, Report, encode
 from node_daemon.arming import Arming
 from node_daemon.client import Client
+from node_daemon.collectors.exits import ExitWatch
 from node_daemon.collectors.frame_root import open_node_directory
 from node_daemon.collectors.frames import FrameReader, JobFrames, Sweep
 from node_daemon.collectors.network import NetworkMonitor, NetworkSource
@@ -34,6 +35,7 @@ from node_daemon.settings import PERIOD_MS_LEAST, PERIOD_MS_MOST, Settings
 from node_daemon.spool import Spool, Spooled
 from node_daemon.step_watch import StepWatch
 from node_daemon.summarise import Memory, Steps, summarise
+from node_daemon.suspicion import members_of
 from node_daemon.threads import OwnThread
 from node_daemon.uplink import Uplink
 
@@ -66,6 +68,8 @@ class Agent:
         self._memory: dict[tuple[int, int], Memory] = {}
         self._jobs: list[JobFrames] = []
         self._steps = StepWatch()
+        self._exits = ExitWatch()
+        self._exits_thread = OwnThread("watch")
         self._arming = Arming(settings.frame_root, settings.node) if settings.arming_enabled else None
         self._sample = 0
         self._reported_ns = time.monotonic_ns()
@@ -127,6 +131,8 @@ class Agent:
                 due = max(due + self._period_s, time.monotonic())
         finally:
             self._frames.close()
+            self._exits_thread.close()
+            self._exits.close()
 
     async def _wait_until(self, due: float) -> None:
         """Wait until `due`, or less where the controller shortens the period meanwhile."""
@@ -147,6 +153,7 @@ class Agent:
             _log.sparsely("frames", "frames not read", error=str(error))
             return False
         self._jobs = sweep.jobs
+        await self._watch_exits(sweep.jobs)
         if self._gatherer is not None:
             await self._gatherer.look(sweep.jobs)
         steps = self._steps.look(sweep.jobs)
@@ -158,6 +165,13 @@ class Agent:
         if self._arming is not None:
             await self._arm(self._arming, sweep, steps)
         return True
+
+    async def _watch_exits(self, jobs: list[JobFrames]) -> None:
+        members = [member for job in jobs for member in members_of(job)]
+        try:
+            await self._exits_thread.run(lambda: self._exits.watch(members), FRAMES_DEADLINE_S)
+        except OSError as error:  # TimeoutError is one
+            _log.sparsely("exits", "ends of new ranks will not be seen", error=str(error))
 
     async def _arm(self, arming: Arming, sweep: Sweep, steps: Steps) -> None:
         requests = arming.due(sweep.jobs, steps)
@@ -171,11 +185,13 @@ class Agent:
         former_ns, self._reported_ns = self._reported_ns, time.monotonic_ns()
         memory: dict[tuple[int, int], Memory] = {}
         samples: list[JobSample] = []
-        rounds_left = ROUND_ROWS_MAX
+        rounds_left, ends = ROUND_ROWS_MAX, self._exits.ends()
         for number, job in enumerate(sweep.jobs):
             attempt = (job.job_id, job.restart)
             share = rounds_left // (len(sweep.jobs) - number)  # what a job leaves is there for those after it
-            sample, memory[attempt] = summarise(job, self._memory.get(attempt, {}), share, steps, former_ns)
+            sample, memory[attempt] = summarise(
+                job, self._memory.get(attempt, {}), share, steps, former_ns, ends, self._reported_ns
+            )
             rounds_left -= rows_of(sample.rounds, ROUND_DTYPE)
             samples.append(sample)
         self._memory = memory

@@ -33,12 +33,14 @@ from diagnosis.contracts.probeframe import (
 from diagnosis.contracts.report import CommState, JobSample
 from diagnosis.evidence.steps import Step
 from node_daemon.collectors.event_mask import armed_since
+from node_daemon.collectors.exits import End
 from node_daemon.collectors.frames import FrameSample, JobFrames, Slots
 from node_daemon.native.nccl.masks import Event, masks_for
 
 ProcessKey = tuple[int, int]
 """(pid, start ticks)."""
 Steps = Mapping[ProcessKey, Step]
+Ends = Mapping[ProcessKey, End]
 CommKey = tuple[int, int, int]
 """(pid, start ticks, comm_id): one communicator of one process."""
 _COUNTERS: Final = ("done", "dur_sum_ns", "gap_sum_ns", "send_steps", "recv_steps")
@@ -66,8 +68,11 @@ def summarise(
     rounds_max: int = wire.ROUND_ROWS_MAX,
     steps: Steps | None = None,
     since_ns: int | None = None,
+    ends: Ends | None = None,
+    now_ns: int = 0,
 ) -> tuple[JobSample, Memory]:
-    """The job's part of a report, and what to remember for the next look. `since_ns`: when the last one was.
+    """The job's part of a report, and what to remember for the next look. `since_ns`: when the last one was;
+    `ends`: of its processes that have ended, told as ages at `now_ns`.
 
     At most RANKS_MAX frames are told, each with at most its 16 communicators and their 32 recorded rounds. Where that
     is more than `rounds_max`, each communicator tells its newest ones only, all as many.
@@ -89,6 +94,7 @@ def summarise(
     }
     comms = _comm_table(frames, slots, rank_row, _differences(counters, known), lately)
     ranks = _rank_table(frames, steps or {}, since_ns)
+    _tell_ends(ranks, frames, ends or {}, now_ns)
     sample = JobSample(job.job_id, job.restart, job.uid, pack(ranks), pack(comms), pack(rounds))
     return sample, after
 
@@ -115,6 +121,18 @@ def _rank_table(frames: list[FrameSample], steps: Steps, since_ns: int | None) -
         if int(frame.header["library_version"]) or int(frame.header["event_mask"]):
             table["armed"][row] = armed_since(frame.header, frame.read_ns if since_ns is None else since_ns)
     return table
+
+
+def _tell_ends(table: Table, frames: list[FrameSample], ends: Ends, now_ns: int) -> None:
+    """One moment for all of a node, so that who ended first stays as it was."""
+    for row, frame in enumerate(frames):
+        end = ends.get((frame.pid, frame.start_ticks))
+        if end is None:
+            continue
+        table["ended_us"][row] = max(0, now_ns - end.at_ns) // 1000
+        for name, value in (("exit_code", end.exit_code), ("exit_signal", end.signal), ("oom_kills", end.oom_kills)):
+            if value is not None:
+                table[name][row] = min(value, null_of(wire.RANK_DTYPE[name]) - 1)
 
 
 def _tell_step(table: Table, row: int, step: Step) -> None:

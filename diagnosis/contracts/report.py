@@ -46,6 +46,11 @@ RANK_DTYPE: Final = np.dtype(
         ("step_rounds", "<u2"),  # rounds of a step on the communicator that tells it
         ("step_round", "<u2"),  # which of them was entered last, from 1
         ("armed", "u1"),  # 1: in the window NCCL was asked for costlier events, or they were on still; null: no NCCL
+        # How the process ended, as the kernel says. Null: it lives, or nobody saw its end.
+        ("ended_us", "<u8"),  # since then
+        ("exit_code", "<u2"),  # null also where a signal ended it, and where the kernel does not tell
+        ("exit_signal", "u1"),  # null where it ended by itself, or the kernel does not tell
+        ("oom_kills", "u1"),  # processes of its cgroup ended for want of memory since the daemon first saw it
     ]
 )
 COMM_DTYPE: Final = np.dtype(
@@ -174,7 +179,8 @@ NIC_COUNTERS: Final = (
 
 class NetworkFacts(msgspec.Struct, array_like=True, frozen=True):
     """What the kernel of a node says of its network. `addresses`: texts that `JobSample.flows` point to; `nic_of`: for
-    each the local port that has it, "" where none has. `state` is "ok" or "error"; only "ok" judges."""
+    each the local port that has it, "" where none has; `uplinks`: ports and the switches that they lead to, by LLDP.
+    `state` is "ok" or "error"; only "ok" judges."""
 
     state: str
     detail: str = ""
@@ -184,6 +190,7 @@ class NetworkFacts(msgspec.Struct, array_like=True, frozen=True):
     nic_of: list[str] = []
     nics: list[NicFacts] = []
     flows_left_out: int = 0
+    uplinks: list[tuple[str, str]] = []
 
 
 class JobSample(msgspec.Struct, array_like=True, frozen=True):
@@ -294,6 +301,8 @@ def _check_limits(report: Report) -> None:
     network = report.network
     if network and (len(network.addresses) > ADDRESSES_MAX or len(network.nics) > NICS_MAX):
         raise AgentFault(f"more than {ADDRESSES_MAX} addresses or {NICS_MAX} ports in one report", reason="limits")
+    if network and len(network.uplinks) > NICS_MAX:
+        raise AgentFault(f"more than {NICS_MAX} uplinks in one report", reason="limits")
     if network and len(network.nic_of) != len(network.addresses):
         raise AgentFault("addresses and their ports differ in number", reason="limits")
     for name, dtype, rows_max in tables:
@@ -313,3 +322,4 @@ def _texts(report: Report) -> Iterator[str]:
     if report.network is not None:
         yield from (report.network.state, report.network.detail, *report.network.addresses, *report.network.nic_of)
         yield from (nic.name for nic in report.network.nics)
+        yield from (text for uplink in report.network.uplinks for text in uplink)
