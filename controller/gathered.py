@@ -19,7 +19,7 @@ from controller.registry import Arrived, Attempt
 from controller.store.base import Store
 from diagnosis.contracts.errors import AgentFault
 from diagnosis.contracts.gathered import Gathered
-from diagnosis.engine.gathered import CLOCKS_S
+from diagnosis.engine.gathered import CLOCKS_S, PINGS_KEPT_S
 
 HELD_BYTES_MAX: Final = 4 << 20
 """Of one attempt, RAS's answers apart; the oldest go first."""
@@ -76,7 +76,8 @@ class GatheredParts:
     ) -> bool:
         """Put what is held of an attempt into its incident, RAS and the `suspected` nodes first; whether any was kept.
 
-        What was gathered before the job last moved is dropped. What the store refuses is logged.
+        What was gathered before the job last moved is dropped, but for pings: a job that is slow moves on. What the
+        store refuses is logged.
         """
         held = self._held.pop(attempt, None)
         if held is None or quiet_since is None:
@@ -85,7 +86,8 @@ class GatheredParts:
         rows = self._rows.get(attempt, 0)
         before = rows
         for piece in pieces:
-            if rows >= ROWS_MAX or piece.at < quiet_since - CLOCKS_S:
+            since = now - PINGS_KEPT_S if piece.kind == "pings" else quiet_since - CLOCKS_S
+            if rows >= ROWS_MAX or piece.at < since:
                 continue
             try:
                 await self._store.add_evidence(incident, piece.node, piece.kind, piece.payload, now)
@@ -98,7 +100,7 @@ class GatheredParts:
 
 def kinds_of(part: Gathered) -> Iterator[tuple[str, bytes]]:
     """(kind, JSON) of what a part holds. "processes" are the stacks that were asked for; these are "liveness"."""
-    for kind, name in (("ras", "ras"), ("flights", "flights"), ("liveness", "processes")):
+    for kind, name in (("ras", "ras"), ("flights", "flights"), ("liveness", "processes"), ("pings", "pings")):
         content = getattr(part, name)
         if content:
             yield kind, msgspec.json.encode({"suspicion": part.suspicion, "quiet_ms": part.quiet_ms, name: content})

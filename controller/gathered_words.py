@@ -8,7 +8,7 @@ from typing import Final
 
 import msgspec
 
-from diagnosis.contracts.gathered import FlightFacts, ProcessFacts, RasComm, RasFacts, RasValue
+from diagnosis.contracts.gathered import FlightFacts, PingFacts, ProcessFacts, RasComm, RasFacts, RasValue
 from diagnosis.engine import words
 
 LINES_MAX: Final = 64
@@ -19,6 +19,7 @@ class _Stored(msgspec.Struct):
     ras: RasFacts | None = None
     flights: list[FlightFacts] = []
     processes: list[ProcessFacts] = []
+    pings: list[PingFacts] = []
 
 
 _STORED: Final = msgspec.json.Decoder(_Stored)
@@ -40,6 +41,8 @@ def _lines(stored: _Stored) -> Iterator[str]:
         yield _of_process(process)
     for flight in stored.flights:
         yield from _of_flight(flight)
+    for ping in stored.pings:
+        yield _of_ping(ping)
 
 
 def _of_ras(ras: RasFacts) -> Iterator[str]:
@@ -83,6 +86,13 @@ def _of_process(process: ProcessFacts) -> str:
     if process.oom_kills:
         told.append(f"the kernel has killed {process.oom_kills} processes of {process.cgroup} for memory")
     return "; ".join([*told, *process.notes])
+
+
+def _of_ping(ping: PingFacts) -> str:
+    told = f"ping {ping.local} to {ping.remote}: {ping.sent - ping.heard} of {ping.sent} lost"
+    if ping.rtt_us is not None:
+        told += f", {ping.rtt_us / 1000:.2f} ms"
+    return f"{told} ({ping.note})" if ping.note else told
 
 
 def _of_flight(flight: FlightFacts) -> Iterator[str]:

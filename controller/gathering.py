@@ -15,9 +15,11 @@ import structlog
 
 from controller.registry import Attempt
 from controller.store.base import Store
-from diagnosis.contracts.control import ArmEvent, CollectEvent, Evidence, GatherEvent, HelloEvent
+from diagnosis.contracts.control import ArmEvent, CollectEvent, ControlEvent, Evidence, GatherEvent, PingEvent
 from diagnosis.contracts.errors import AgentFault
+from diagnosis.contracts.verdict import Verdict
 from diagnosis.engine.history import JobHistory
+from diagnosis.engine.probes import pairs_to_ping
 
 WAIT_S: Final = 5.0
 """How long an act waits for answers that were asked for."""
@@ -25,6 +27,12 @@ ANSWERS_MAX: Final = 64
 RAS_NODES_MAX: Final = 8
 ARM_AGAIN_S: Final = 60.0
 """A daemon that was asked too early drops the request, and will be asked again."""
+PING_AGAIN_S: Final = 60.0
+PINGS_MAX: Final = 3
+"""So often the paths of an attempt are pinged that stays suspected."""
+PINGS_FORGET_S: Final = 600.0
+PATH_DOUBTED: Final = {"hang": ("H3", None), "slow": ("S2", "S3")}
+"""By kind of anomaly, the classes that may be a path's doing."""
 KIND: Final = "processes"
 _log = structlog.get_logger("gathering")
 
@@ -32,7 +40,7 @@ _log = structlog.get_logger("gathering")
 class Channels(Protocol):
     """The part of the control streams that is used here."""
 
-    def send(self, node: str, event: CollectEvent | GatherEvent | HelloEvent | ArmEvent) -> bool:
+    def send(self, node: str, event: ControlEvent) -> bool:
         """False: the node's daemon does not listen now."""
 
 
@@ -56,6 +64,7 @@ class Gathering:
         self._new_id = new_id
         self._questions: dict[Attempt, _Question] = {}
         self._armed_at: dict[Attempt, float] = {}
+        self._pinged: dict[Attempt, tuple[int, float]] = {}
 
     def arm(self, history: JobHistory, now: float) -> None:
         """Let the probes of a job that is slow tell more for a while. How often that may be the nodes see to."""
@@ -65,6 +74,31 @@ class Gathering:
             self._armed_at[attempt] = now
             for node in history.nodes():
                 self._channels.send(node, ArmEvent(job_id=history.job_id, restart=history.restart))
+
+    def ping(self, history: JobHistory, verdict: Verdict, now: float) -> None:
+        """Ask the nodes at the ends of suspected paths for their round trips to each other, and some others."""
+        if verdict.class_ not in PATH_DOUBTED.get(verdict.anomaly, ()):
+            return
+        self._pinged = {one: pinged for one, pinged in self._pinged.items() if now - pinged[1] < PINGS_FORGET_S}
+        attempt = (history.job_id, history.restart)
+        times, pinged_at = self._pinged.get(attempt, (0, now - PING_AGAIN_S))
+        if times >= PINGS_MAX or now - pinged_at < PING_AGAIN_S:
+            return
+        suspected = {culprit.node for culprit in verdict.culprits if culprit.node is not None}
+        question = self._questions.get(attempt)
+        asked = []
+        for node, pairs in pairs_to_ping(history.network, suspected).items():
+            event = PingEvent(
+                incident=question.incident if question is not None else None,
+                job_id=history.job_id,
+                restart=history.restart,
+                pairs=pairs,
+            )
+            if self._channels.send(node, event):
+                asked.append(node)
+        if asked:
+            self._pinged[attempt] = (times + 1, now)
+            _log.info("asked for round trips", job=history.job_id, restart=history.restart, nodes=asked)
 
     def ask(self, history: JobHistory, ranks: list[int], now: float) -> None:
         """Ask the suspects' nodes once."""

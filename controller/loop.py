@@ -28,8 +28,8 @@ from controller.settings import Settings
 from controller.store.base import Incident, OutcomeWord, Store
 from diagnosis.contracts.control import Evidence
 from diagnosis.contracts.errors import OperatorFault, SlurmFault
-from diagnosis.contracts.verdict import Verdict
-from diagnosis.engine.live import Judged, examine, suspects
+from diagnosis.contracts.verdict import Verdict, says_the_same
+from diagnosis.engine.live import Judged, examine, suspects, suspicion
 from remediation.backends.base import SlurmBackend
 from remediation.policy.case import Case, Finished
 from remediation.policy.decide import Decision, decide
@@ -211,11 +211,12 @@ class ControlLoop:
         history = self._registry.histories[attempt]
         if self.verdicts[attempt].anomaly == "slow":
             self._gathering.arm(history, now)
-        ranks = suspects(history, now, SUSPICION_SHARE)
-        if ranks:
-            self._gathering.ask(history, ranks, now)
+        hang = suspicion(history, now, SUSPICION_SHARE)
+        if hang is not None:
+            self._gathering.ask(history, suspects(history, hang), now)
         elif attempt not in self._open:
             self._gathering.forget(attempt)
+        self._gathering.ping(history, hang or self.verdicts[attempt], now)
 
     async def _consider(self, attempt: Attempt, verdict: Verdict, world: World) -> None:
         now = self._clock()
@@ -315,9 +316,8 @@ class ControlLoop:
         kept = await self._parts.keep(attempt, incident.id, suspected, quiet_since, now)
         if not kept or judged is None:
             return
-        said, known = judged.verdict, incident.verdict
-        if (said.class_, said.culprits, said.action) == (known.class_, known.culprits, known.action):
-            incident.verdict = said
+        if says_the_same(judged.verdict, incident.verdict):
+            incident.verdict = judged.verdict
             await self._store.save_incident(incident)
             await self._keep_inputs(attempt, incident)
 

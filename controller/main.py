@@ -35,14 +35,14 @@ from controller.registry import Registry
 from controller.servers import Server, bind_tcp, tcp_server, unix_server
 from controller.settings import Address, Settings, load_policy, load_settings, read_secret
 from controller.store.sqlite import SqliteStore
+from controller.topology import read_topology
 from controller.web.app import Page
 from diagnosis.contracts.errors import OperatorFault
 from remediation.backends.scontrol import ScontrolBackend
-from remediation.backends.topology import read_topology
 from remediation.policy.rules import Policy
 
 STATE_FILE: Final = "state.db"
-RESTART_KEYS: Final = ("state_dir", "socket", "secret_file", "cycle_period_s", "slurm", "server")
+RESTART_KEYS: Final = ("state_dir", "socket", "secret_file", "cycle_period_s", "slurm", "topology", "server")
 """Keys whose change takes a restart; a reload says so. Of `server` only `report_period_ms` does not."""
 _START_DEADLINE_S: Final = 10.0
 _CYCLE_END_S: Final = 1.0
@@ -87,8 +87,11 @@ class Controller:
         self._clock = SteadyClock()
         self._pause = Pause(settings.state_dir)
         self._notifier = Notifier(store, settings.notify, clock=self._clock)
-        topology = read_topology(settings.slurm.topology_file) if settings.slurm.topology_file else {}
-        self._registry = Registry(settings.detect.thresholds(), topology)
+        self._registry = Registry(
+            settings.detect.thresholds(),
+            read_topology(settings.topology),
+            by_lldp=settings.topology.source == "lldp",
+        )
         self._channels = ControlChannels(settings.server.report_period_ms)
         self._loop = ControlLoop(
             store=store,

@@ -19,8 +19,8 @@ from diagnosis.contracts import report as wire
 from diagnosis.contracts.columns import unpack
 from diagnosis.contracts.gathered import Gathered, unpack_all
 from diagnosis.contracts.report import Acknowledgement, GpuFacts, HardwareFacts, JobSample, Report
+from diagnosis.contracts.topology import Topology
 from diagnosis.contracts.verdict import Verdict
-from diagnosis.engine.flows import Topology
 from diagnosis.engine.history import JobHistory
 from diagnosis.engine.thresholds import Thresholds
 from remediation.policy.world import JobView, World
@@ -102,9 +102,9 @@ class NodeStatus(msgspec.Struct, kw_only=True):
 class Registry:
     """See the module. Bounded by Slurm's own jobs and nodes: what Slurm does not know is not kept."""
 
-    def __init__(self, limits: Thresholds, topology: Topology | None = None) -> None:
+    def __init__(self, limits: Thresholds, topology: Topology | None = None, *, by_lldp: bool = False) -> None:
         self.limits = limits
-        self._topology = topology or {}
+        self._topology = None if by_lldp else topology or Topology()
         self.nodes: dict[str, NodeNow] = {}
         self.histories: dict[Attempt, JobHistory] = {}
         self.unconfirmed: set[Attempt] = set()

@@ -101,10 +101,22 @@ class Slurm(_Section):
     backend: Literal["scontrol"] = "scontrol"
     path: AbsolutePath | None = None
     """Directory with scontrol and squeue; not set: found on PATH."""
-    topology_file: AbsolutePath | None = None
-    """Slurm's topology.conf; not set: the switches between nodes are unknown."""
     call_deadline_s: float = Field(10.0, gt=0, le=120)
     snapshot_period_s: float = Field(2.0, gt=0, le=60)
+
+
+class TopologySettings(_Section):
+    """`[topology]`: who tells which switches lie between nodes. Without it verdicts name a node's own link at most."""
+
+    source: Literal["none", "slurm", "ibnetdiscover", "lldp"] = "none"
+    """"slurm": topology.conf; "ibnetdiscover": a file with its output; "lldp": the nodes' daemons ask lldpd."""
+    file: AbsolutePath | None = None
+
+    @model_validator(mode="after")
+    def _a_file_where_one_is_read(self) -> TopologySettings:
+        if (self.source in ("slurm", "ibnetdiscover")) != (self.file is not None):
+            raise ValueError('the sources "slurm" and "ibnetdiscover" need a file, the others have none')
+        return self
 
 
 class Detect(_Section):
@@ -211,6 +223,7 @@ class Settings(_Section):
     server: Server = Server()
     control: Control = Control()
     slurm: Slurm = Slurm()
+    topology: TopologySettings = TopologySettings()
     detect: Detect = Detect()
     notify: Notify = Notify()
     retention: Retention = Retention()

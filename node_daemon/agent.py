@@ -14,7 +14,7 @@ import time
 from typing import Final
 
 from diagnosis.contracts.columns import rows_of
-from diagnosis.contracts.control import ArmEvent, CollectEvent, GatherEvent, HelloEvent
+from diagnosis.contracts.control import ArmEvent, CollectEvent, ControlEvent, GatherEvent, HelloEvent, PingEvent
 from diagnosis.contracts.errors import OperatorFault
 from diagnosis.contracts.report import ROUND_DTYPE, ROUND_ROWS_MAX, JobSample, NetworkFacts, Report, encode
 from node_daemon.arming import Arming
@@ -22,15 +22,17 @@ from node_daemon.client import Client
 from node_daemon.collectors.exits import ExitWatch
 from node_daemon.collectors.frame_root import open_node_directory
 from node_daemon.collectors.frames import FrameReader, JobFrames, Sweep
+from node_daemon.collectors.lldp import LldpWatch
 from node_daemon.collectors.network import NetworkMonitor, NetworkSource
 from node_daemon.collectors.nvml import NvmlMonitor, NvmlSource
 from node_daemon.collectors.process import STATE_UNKNOWN, Processes
-from node_daemon.events import ControlEvent, listen
+from node_daemon.events import listen
 from node_daemon.evidence import EvidenceCollector, Suspect
 from node_daemon.gatherer import Gatherer
 from node_daemon.identity import boot_id, next_epoch, read_key
 from node_daemon.log import EventLog
 from node_daemon.notify import notify
+from node_daemon.pinger import Paths, Pinger
 from node_daemon.settings import PERIOD_MS_LEAST, PERIOD_MS_MOST, Settings
 from node_daemon.spool import Spool, Spooled
 from node_daemon.step_watch import StepWatch
@@ -81,8 +83,12 @@ class Agent:
             self._network = NetworkMonitor(
                 NetworkSource(), period_s=settings.network_period_s, deadline_s=settings.network_deadline_s
             )
+        self._lldp: LldpWatch | None = None
+        if settings.network_enabled and settings.network_lldp_period_s > 0:
+            self._lldp = LldpWatch(period_s=settings.network_lldp_period_s)
         self._evidence: EvidenceCollector | None = None
         self._gatherer: Gatherer | None = None
+        self._pinger: Pinger | None = None
         self._sooner = asyncio.Event()
 
     async def run(self) -> None:
@@ -103,6 +109,8 @@ class Agent:
                 tasks.create_task(self._nvml.run())
             if self._network is not None:
                 tasks.create_task(self._network.run())
+            if self._lldp is not None:
+                tasks.create_task(self._lldp.run())
             if settings.evidence_enabled:
                 self._evidence = EvidenceCollector(
                     settings.node,
@@ -116,6 +124,11 @@ class Agent:
                     floor_s=settings.evidence_suspect_after_s, per_minute_max=settings.evidence_per_minute_max
                 )
                 tasks.create_task(self._gatherer.run())
+                if self._network is not None and settings.network_ping:
+                    self._pinger = Pinger(
+                        self._paths, self._gatherer.hold, per_minute_max=settings.evidence_per_minute_max
+                    )
+                    tasks.create_task(self._pinger.run())
             tasks.create_task(self._tick_for_ever(uplink))
 
     async def _tick_for_ever(self, uplink: Uplink) -> None:
@@ -199,7 +212,8 @@ class Agent:
         network: NetworkFacts | None = None
         if self._network is not None:
             self._network.watch(sweep.jobs)
-            samples, network = self._network.told(sweep.jobs, samples)
+            uplinks = self._lldp.uplinks if self._lldp is not None else []
+            samples, network = self._network.told(sweep.jobs, samples, uplinks)
         return Report(
             node=self._settings.node,
             boot_id=self._boot_id,
@@ -224,8 +238,17 @@ class Agent:
             self._evidence.ask(event)
         elif isinstance(event, GatherEvent) and self._gatherer is not None:
             self._gatherer.ask(event)
+        elif isinstance(event, PingEvent) and self._pinger is not None:
+            self._pinger.ask(event)
         if isinstance(event, GatherEvent | ArmEvent) and self._arming is not None:
             self._arming.ask(event.job_id, event.restart)
+
+    def _paths(self, job_id: int, restart: int) -> Paths | None:
+        """Where the connections of a job attempt lead, as last seen."""
+        for job in self._jobs:
+            if (job.job_id, job.restart) == (job_id, restart) and self._network is not None:
+                return Paths(job.uid, self._network.paths([frame.pid for frame in job.frames]))
+        return None
 
     def _suspects(self, job_id: int, restart: int) -> list[Suspect]:
         """Processes of a job attempt as last seen; those that the kernel does not confirm are left out."""

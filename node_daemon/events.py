@@ -14,7 +14,7 @@ from typing import Final
 import aiohttp
 import msgspec
 
-from diagnosis.contracts.control import ArmEvent, CollectEvent, GatherEvent, HelloEvent
+from diagnosis.contracts.control import EVENT_KINDS, ControlEvent
 from node_daemon.backoff import Backoff
 from node_daemon.client import Answer, Client
 from node_daemon.log import EventLog
@@ -24,13 +24,6 @@ EVENT_BYTES_MAX: Final = 64 << 10
 IDLE_S: Final = 45.0
 """The controller sends a comment every 15 seconds; three missing ones mean a dead connection."""
 _CHUNK_BYTES: Final = 16 << 10
-ControlEvent = HelloEvent | CollectEvent | GatherEvent | ArmEvent
-_KINDS: Final[dict[str, type[ControlEvent]]] = {
-    "hello": HelloEvent,
-    "collect": CollectEvent,
-    "gather": GatherEvent,
-    "arm": ArmEvent,
-}
 _log = EventLog("node_daemon.events")
 
 
@@ -92,10 +85,10 @@ class EventParser:
 
 def read_event(kind: str, data: str) -> ControlEvent | None:
     """The event, None for a kind that is unknown or data that do not fit it."""
-    if kind not in _KINDS:
+    if kind not in EVENT_KINDS:
         return None
     try:
-        return msgspec.json.decode(data, type=_KINDS[kind])
+        return msgspec.json.decode(data, type=EVENT_KINDS[kind])
     except (msgspec.DecodeError, RecursionError) as error:
         _log.sparsely(f"event {kind}", "event not understood", kind=kind, error=str(error))
         return None

@@ -173,7 +173,7 @@ class Gatherer:
         members = members_of(job)[:PROCESSES_MAX]
         began = self._clock()
         if PROCESSES in task.kinds:
-            self._hold(msgspec.structs.replace(blank, processes=await self._look_at(members)))
+            self.hold(msgspec.structs.replace(blank, processes=await self._look_at(members)))
         async with asyncio.TaskGroup() as both:
             if FLIGHTS in task.kinds:
                 both.create_task(self._ask_flights(blank, members))
@@ -182,7 +182,8 @@ class Gatherer:
         took_s = round(self._clock() - began, 1)
         _log.info("gathered", job=job.job_id, restart=job.restart, kinds=",".join(sorted(task.kinds)), took_s=took_s)
 
-    def _hold(self, part: Gathered) -> None:
+    def hold(self, part: Gathered) -> None:
+        """Keep a part for the next report."""
         self._held.append(_Held(part, self._clock()))
 
     async def _look_at(self, members: list[Process]) -> list[ProcessFacts]:
@@ -199,7 +200,7 @@ class Gatherer:
         except TimeoutError:
             note = f"the flight recorders of this node took longer than {FLIGHTS_DEADLINE_S:g} s"
             flights = [FlightFacts(world_rank=one.rank, notes=[note]) for one in members]
-        self._hold(msgspec.structs.replace(blank, flights=flights))
+        self.hold(msgspec.structs.replace(blank, flights=flights))
 
     async def _ask_ras(self, blank: Gathered, members: list[Process], comm_ranks: dict[str, dict[int, int]]) -> None:
         try:
@@ -209,7 +210,7 @@ class Gatherer:
                 facts = await self._thread.run(lambda: placed(facts, members, comm_ranks), PROC_DEADLINE_S)
         except OSError as error:  # TimeoutError is one
             facts = RasFacts(state="silent", notes=[f"not asked to the end: {error or 'it took too long'}"])
-        self._hold(msgspec.structs.replace(blank, ras=facts))
+        self.hold(msgspec.structs.replace(blank, ras=facts))
 
 
 def fitted(part: Gathered) -> bytes:

@@ -69,6 +69,10 @@ _TABLES: Final[dict[str, dict[str, Key]]] = {
         "enabled": Key(bool, True, "tell round trips and losses of the ranks' TCP connections, and the network ports"),
         "period_s": Key(float, 2.0, "time between two looks at the kernel's socket table", 0.2, 3600),
         "deadline_s": Key(float, 5.0, "a look that takes longer is given up", 0.1, 300),
+        "lldp_period_s": Key(
+            float, 3600.0, "time between two questions to lldpd (`lldpctl`), where it is there; 0: never", 0, 86_400
+        ),
+        "ping": Key(bool, True, "ping other nodes of a job where the controller suspects the path to them"),
     },
     "spool": {
         "reports_max": Key(int, 10_000, "reports kept on disk while the controller is away", 1, 1_000_000),
@@ -113,6 +117,8 @@ class Settings:
     network_enabled: bool
     network_period_s: float
     network_deadline_s: float
+    network_lldp_period_s: float
+    network_ping: bool
     spool_reports_max: int
     spool_bytes_max: int
     spool_drain_per_s: float

@@ -8,18 +8,12 @@ from typing import Final
 
 import msgspec
 
-from diagnosis.contracts.control import ArmEvent, CollectEvent, GatherEvent, HelloEvent
+from diagnosis.contracts.control import EVENT_KINDS, ControlEvent, HelloEvent
 
 QUEUE_EVENTS_MAX: Final = 64
 HEARTBEAT_S: Final = 15.0
 _HEARTBEAT: Final = b":\n\n"
-_KINDS: Final[dict[type[msgspec.Struct], str]] = {
-    HelloEvent: "hello",
-    CollectEvent: "collect",
-    GatherEvent: "gather",
-    ArmEvent: "arm",
-}
-ControlEvent = HelloEvent | CollectEvent | GatherEvent | ArmEvent
+_KIND_OF: Final = {event: kind for kind, event in EVENT_KINDS.items()}
 
 
 class Channel:
@@ -33,7 +27,7 @@ class Channel:
         """False: the daemon has not read the events before this one, or the stream has ended."""
         if self._closed or self._queue.full():
             return False
-        kind = _KINDS[type(event)]
+        kind = _KIND_OF[type(event)]
         self._queue.put_nowait(b"event: %s\ndata: %s\n\n" % (kind.encode(), msgspec.json.encode(event)))
         return True
 

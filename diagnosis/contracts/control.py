@@ -13,6 +13,7 @@ import msgspec
 TEXT_BYTES_MAX: Final = 64 << 10
 PROCESSES_MAX: Final = 64
 EVIDENCE_BYTES_MAX: Final = 2 << 20
+PAIRS_MAX: Final = 8
 
 
 class CollectEvent(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,10 +45,31 @@ class ArmEvent(msgspec.Struct, frozen=True, kw_only=True):
     restart: int
 
 
+class PingEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """Ping the far ends of connections of a job: (address here, address there), at most PAIRS_MAX. A daemon pings only
+    where a connection of the job leads. The answer travels in the next reports (`contracts.gathered`)."""
+
+    incident: str | None
+    job_id: int
+    restart: int
+    pairs: list[tuple[str, str]]
+
+
 class HelloEvent(msgspec.Struct, frozen=True, kw_only=True):
     """First event of each stream: how often to report."""
 
     period_ms: int
+
+
+ControlEvent = HelloEvent | CollectEvent | GatherEvent | ArmEvent | PingEvent
+EVENT_KINDS: Final[dict[str, type[ControlEvent]]] = {
+    "hello": HelloEvent,
+    "collect": CollectEvent,
+    "gather": GatherEvent,
+    "arm": ArmEvent,
+    "ping": PingEvent,
+}
+"""By the name in `event:`."""
 
 
 class ProcessEvidence(msgspec.Struct, frozen=True, kw_only=True):

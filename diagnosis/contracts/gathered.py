@@ -1,11 +1,11 @@
-"""What a node daemon gathers by itself on suspicion of a hang: NCCL's RAS, flight recorders, processes.
+"""What a node daemon gathers on suspicion, by itself or asked: NCCL's RAS, flight recorders, processes, pings.
 
 It travels at the end of a report, each part as msgpack `[version, part]` of its own, so that a controller which does
 not understand a part passes over it and still takes the report. Additions keep the version, a change of meaning raises
 it. None is "not told", which is never zero. Ranks of a communicator are its own; `world_rank` is the job's.
 
 The job answers for its RAS threads and its flight recorder: they are hostile input and the job's own word. What /proc
-and the cgroup say of a process is the kernel's.
+and the cgroup say of a process is the kernel's; pings are answered by kernels and networks alone.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ LISTED_MAX: Final = 64
 VALUES_MAX: Final = 16
 PROCESSES_MAX: Final = 256
 GROUPS_MAX: Final = 32
+PINGS_MAX: Final = 16
+PINGS_SENT_MAX: Final = 100
 NOTES_MAX: Final = 32
 TEXT_CHARS_MAX: Final = 256
 NOBODY_LISTENS: Final = "no process of the job on this node listens for RAS"
@@ -145,6 +147,18 @@ class ProcessFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     notes: list[str] = []
 
 
+class PingFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """ICMP echoes from an address of this node to the far end of a connection. `heard` of `sent` were answered in time;
+    `rtt_us`: their median round trip. `note`: why none was sent, or what the kernel said of those that were lost."""
+
+    local: str
+    remote: str
+    sent: int = 0
+    heard: int = 0
+    rtt_us: float | None = None
+    note: str = ""
+
+
 class Gathered(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One part of what a node gathered on one suspicion. `suspicion` counts within the daemon's life; `age_ms`: how old
     the part is when its report is made; `quiet_ms`: how long nothing had moved when the suspicion rose, None where the
@@ -160,6 +174,7 @@ class Gathered(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     ras: RasFacts | None = None
     flights: list[FlightFacts] = []
     processes: list[ProcessFacts] = []
+    pings: list[PingFacts] = []
 
 
 _DECODER: Final = msgspec.msgpack.Decoder(Gathered)
@@ -200,7 +215,15 @@ def _within_limits(part: Gathered) -> bool:
         return False
     if any(len(flight.groups) > GROUPS_MAX for flight in part.flights):
         return False
+    if len(part.pings) > PINGS_MAX or not all(_is_sound(ping) for ping in part.pings):
+        return False
     return part.ras is None or ras_within_limits(part.ras)
+
+
+def _is_sound(ping: PingFacts) -> bool:
+    timed = ping.rtt_us is None or (ping.heard > 0 and 0 <= ping.rtt_us < 1e9)
+    short = all(len(text) <= TEXT_CHARS_MAX for text in (ping.local, ping.remote, ping.note))
+    return 0 <= ping.heard <= ping.sent <= PINGS_SENT_MAX and timed and short
 
 
 def ras_within_limits(ras: RasFacts) -> bool:

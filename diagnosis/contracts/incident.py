@@ -155,12 +155,25 @@ class KernelLine:
     line: str
 
 
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Pings from the node of rank `src` to that of rank `dst` (-1: not known who). `loss`: part of the `sent` that was
+    not answered, NaN where none was sent; `rtt_us`: median, NaN where none was answered; `path`: as in `Fabric`."""
+
+    src: int
+    dst: int
+    sent: int
+    loss: float
+    rtt_us: float
+    path: tuple[int, ...] = ()
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Fabric:
     """Links (L,): names, ends `a`, `b` by name and capacity. Flows (P,): `comm`, `src`, `dst` (ranks), achieved rate,
     round trip; the links of flow p are `path[path_start[p]:path_start[p + 1]]`. `resent` (P,): part of its segments
     that had to be sent again; `dragged` (P,): part of the time that its data was under way for longer than as much data
-    was before; both empty where nobody tells."""
+    was before; both empty where nobody tells. `probes`: pings on suspicion, which are no flows of the job's."""
 
     links: tuple[str, ...]
     a: tuple[str, ...]
@@ -175,6 +188,7 @@ class Fabric:
     path: Ints
     resent: Floats = field(default_factory=lambda: np.empty(0, np.float64))
     dragged: Floats = field(default_factory=lambda: np.empty(0, np.float64))
+    probes: tuple[Probe, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

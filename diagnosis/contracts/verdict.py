@@ -77,7 +77,7 @@ class EvidenceItem(msgspec.Struct, kw_only=True, frozen=True):
     kind: str
     text: str
     value: float | None = None
-    witness: str = "job"  # job | ras (the job's word too) | nvml | kernel | slurm | network
+    witness: str = "job"  # job | ras (the job's word too) | nvml | kernel | slurm | network | probe
     against: bool = False
 
 
@@ -95,6 +95,15 @@ class Verdict(msgspec.Struct, kw_only=True, frozen=True):
     unseen: list[str] = []
     elapsed_ms: float | None = None
     schema: str = SCHEMA
+
+
+def says_the_same(one: Verdict, other: Verdict) -> bool:
+    """Whether two verdicts name the same and call for the same, however sure they are and whatever it costs."""
+    named = [
+        [msgspec.structs.replace(culprit, confidence=0.0, lost_ms_per_step=None) for culprit in verdict.culprits]
+        for verdict in (one, other)
+    ]
+    return (one.class_, one.action) == (other.class_, other.action) and named[0] == named[1]
 
 
 def slurm_entity(culprit: Culprit) -> str:

@@ -15,24 +15,26 @@ holds up the others is at work all the time; it holds for a narrow path, a long 
 trips are the second best: where none grew clearly they say nothing, and none is told. Only the end that sends the data
 is asked: a lone small message is acknowledged late on purpose.
 
-Paths come from a tree of switches (Slurm's topology.conf). Without one each node has a link of its own to an unknown
-fabric. Links that the same flows take cannot be told apart and are one: of a job on two nodes, the path between them.
+Paths come from the topology (`diagnosis.evidence.topology.paths`). Without one each node has a link of its own to an
+unknown fabric. Pings that were sent on suspicion are no flows: they are told beside them, with the same paths.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Final
 
 import numpy as np
 
 from diagnosis.contracts import report as wire
 from diagnosis.contracts.columns import null_of, unpack
-from diagnosis.contracts.incident import Fabric, HealthTable
+from diagnosis.contracts.gathered import PingFacts
+from diagnosis.contracts.incident import UNKNOWN, Fabric, HealthTable, Probe
 from diagnosis.contracts.report import NIC_COUNTERS, NetworkFacts, NicFacts
+from diagnosis.contracts.topology import Topology
+from diagnosis.evidence.topology.paths import Links, links_of, unseen_ways
 
 ENDS_MAX: Final = 65_536
 """Ends of connections that are remembered of a job."""
@@ -47,13 +49,8 @@ DEAD_BACKOFF: Final = 2
 DEAD_MS: Final = 1500
 NIC_PAST_S: Final = 120.0
 NIC_LOOKS_MAX: Final = 128
-BEYOND: Final = "fabric"
-"""Stands in names for all that lies beyond a node's own link where no topology is told."""
-SWITCHES_DEEP_MAX: Final = 16
 
 Endpoint = tuple[str, int]
-Topology = Mapping[str, str]
-"""The switch above each node and each switch."""
 
 
 @dataclass(slots=True)
@@ -99,9 +96,11 @@ class NetworkHistory:
 
     ends: dict[tuple[Endpoint, Endpoint], FlowEnd] = field(default_factory=dict)
     node_of: dict[str, str] = field(default_factory=dict)
+    port_of: dict[str, str] = field(default_factory=dict)
     nic_of_rank: dict[int, str] = field(default_factory=dict)
     nics: dict[str, deque[tuple[float, list[NicFacts]]]] = field(default_factory=dict)
     looked_at: dict[str, float] = field(default_factory=dict)
+    uplinks: dict[str, list[tuple[str, str]]] = field(default_factory=dict)
 
     def observe(
         self, node: str, ranks: Sequence[int | None], sample: wire.JobSample, network: NetworkFacts | None, at: float
@@ -115,6 +114,8 @@ class NetworkHistory:
         if looked_at <= self.looked_at.get(node, -np.inf) + 0.001:
             return  # the same look again: the daemon reports more often than it looks
         self.looked_at[node] = looked_at
+        if network.uplinks:
+            self.uplinks[node] = network.uplinks
         looks = self.nics.setdefault(node, deque(maxlen=NIC_LOOKS_MAX))
         looks.append((looked_at, network.nics))
         while looked_at - looks[0][0] > NIC_PAST_S:
@@ -136,6 +137,7 @@ class NetworkHistory:
             return
         local, remote = network.addresses[places[1]], network.addresses[places[2]]
         self.node_of[local] = node if self.node_of.get(local, node) == node else ""
+        self.port_of[local] = nic
         self.nic_of_rank[rank] = nic
         key = ((local, int(row["local_port"])), (remote, int(row["remote_port"])))
         end = self.ends.get(key)
@@ -147,13 +149,14 @@ class NetworkHistory:
 
     # -- for the engine --------------------------------------------------------------------------------------------
 
-    def fabric(self, topology: Topology, now: float, stale_s: float) -> Fabric | None:
-        """Flows between nodes and the links they take. None where no flow is known that was ever busy, or is dead."""
-        flows = self._flows(now, stale_s)
-        if not flows:
+    def fabric(self, topology: Topology, now: float, stale_s: float, pings: Iterable[PingFacts] = ()) -> Fabric | None:
+        """Flows between nodes and the links they take, and pings. None where there are no pings, and no flow is known
+        that was ever busy, or is dead."""
+        flows, pings = self._flows(now, stale_s), list(pings)
+        if not flows and not pings:
             return None
         told = any(end.grown or end.dragged is not None for flow in flows for end in flow.fresh)
-        links = _Links(topology, [flow.nodes for flow in flows])
+        links = links_of(topology, [flow.places for flow in flows])
         nothing = np.full(len(flows), np.nan)
         return Fabric(
             links=tuple(links.names),
@@ -169,7 +172,29 @@ class NetworkHistory:
             path=np.array([link for path in links.paths for link in path], np.int32),
             resent=np.array([flow.resent for flow in flows], np.float64),
             dragged=np.array([flow.dragged for flow in flows], np.float64),
+            probes=tuple(self._probes(pings, flows, links)),
         )
+
+    def _probes(self, pings: list[PingFacts], flows: list[_Flow], links: Links) -> Iterator[Probe]:
+        """Pings with the path of the flows between the same ports, whichever way; none where there is no such flow."""
+        path_of = {frozenset(flow.places): path for flow, path in zip(flows, links.paths, strict=True)}
+        rank_at = {local[0]: end.rank for (local, _), end in sorted(self.ends.items(), reverse=True)}
+        for ping in pings:
+            places = [(self.node_of.get(end, ""), self.port_of.get(end, "")) for end in (ping.local, ping.remote)]
+            yield Probe(
+                src=rank_at.get(ping.local, UNKNOWN),
+                dst=rank_at.get(ping.remote, UNKNOWN),
+                sent=ping.sent,
+                loss=1 - ping.heard / ping.sent if ping.sent else np.nan,
+                rtt_us=np.nan if ping.rtt_us is None else ping.rtt_us,
+                path=tuple(path_of.get(frozenset(places), ())),
+            )
+
+    def unseen_ways(self, topology: Topology) -> list[str]:
+        """What the topology leaves open for this job's ports, for people."""
+        if not topology.above and not topology.of_port:
+            return []
+        return unseen_ways(topology, {(node, self.port_of.get(end, "")) for end, node in self.node_of.items() if node})
 
     def _flows(self, now: float, stale_s: float) -> list[_Flow]:
         found: dict[frozenset[Endpoint], _Flow] = {}
@@ -178,9 +203,9 @@ class NetworkHistory:
             node = far.node if far is not None else self.node_of.get(remote[0])
             if not node or node == end.node:
                 continue
+            places = ((end.node, self.port_of.get(local[0], "")), (node, self.port_of.get(remote[0], "")))
             flow = found.setdefault(
-                frozenset((local, remote)),
-                _Flow((end.rank, far.rank if far is not None else -1), (end.node, node), []),
+                frozenset((local, remote)), _Flow((end.rank, far.rank if far is not None else UNKNOWN), places, [])
             )
             if now - end.measured_at <= stale_s:
                 flow.fresh.append(end)
@@ -221,10 +246,10 @@ class NetworkHistory:
 
 @dataclass(slots=True)
 class _Flow:
-    """A connection. `fresh`: its ends that were told lately."""
+    """A connection. `places`: node and port of both ends; `fresh`: its ends that were told lately."""
 
     ranks: tuple[int, int]
-    nodes: tuple[str, str]
+    places: tuple[tuple[str, str], tuple[str, str]]
     fresh: list[FlowEnd]
 
     @property
@@ -290,48 +315,3 @@ def _port_values(nic: NicFacts, before: NicFacts, seen_up: bool) -> dict[str, fl
         new, old = getattr(nic, name), getattr(before, name)
         values[name] = np.nan if new is None or old is None or new < old else float(new - old)
     return values
-
-
-class _Links:
-    """The links that flows between pairs of nodes take. `paths`: per flow, indices into `names`."""
-
-    def __init__(self, topology: Topology, pairs: Sequence[tuple[str, str]]) -> None:
-        paths = [_path(topology, *pair) for pair in pairs]
-        takers: dict[tuple[str, str], list[int]] = {}
-        for flow, path in enumerate(paths):
-            for link in path:
-                takers.setdefault(link, []).append(flow)
-        alike: dict[tuple[int, ...], list[tuple[str, str]]] = {}
-        for link, flows in takers.items():
-            alike.setdefault(tuple(flows), []).append(link)
-        self.names: list[str] = []
-        self.a: list[str] = []
-        self.b: list[str] = []
-        self.paths: list[list[int]] = [[] for _ in pairs]
-        nodes = {node for pair in pairs for node in pair}
-        for alike_flows, links in alike.items():
-            ends = [end for link in links for end in link]
-            mine = sorted(set(ends) & nodes)
-            a, b = (mine[0], mine[1]) if len(mine) > 1 else (links[0][0], links[-1][1])
-            for flow in alike_flows:
-                self.paths[flow].append(len(self.names))
-            self.names.append(f"{a}-{b or BEYOND}")
-            self.a.append(a)
-            self.b.append(b)
-
-
-def _path(topology: Topology, one: str, other: str) -> list[tuple[str, str]]:
-    """Links as (lower end, upper end), up from both ends to where they meet; each node's own where nothing is known."""
-    up, down = _above(topology, one), _above(topology, other)
-    if len(up) < 2 or len(down) < 2:
-        return [(one, ""), (other, "")]
-    meeting = next((switch for switch in up if switch in down), None)
-    ways = [way[: way.index(meeting) + 1] if meeting is not None else way for way in (up, down)]
-    return [link for way in ways for link in pairwise(way)]
-
-
-def _above(topology: Topology, name: str) -> list[str]:
-    way = [name]
-    while len(way) < SWITCHES_DEEP_MAX and (above := topology.get(way[-1])) is not None:
-        way.append(above)
-    return way

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from diagnosis.contracts.gathered import FlightFacts, Gathered, ProcessFacts, RasFacts, RasRank
+from diagnosis.contracts.gathered import FlightFacts, Gathered, PingFacts, ProcessFacts, RasFacts, RasRank
 from diagnosis.evidence.ras.answer import map_ranks
 
 if TYPE_CHECKING:
@@ -23,6 +23,10 @@ CLOCKS_S: Final = 1.0
 """Ages travel, clocks do not; what was gathered this little before the last movement may still be after it."""
 ANSWER_KEPT_S: Final = 60.0
 """So long an answer of RAS stays before a failure to get one replaces it."""
+PINGS_KEPT_S: Final = 120.0
+"""So long pings tell of a job that moves on: there no standstill says what they belong to."""
+PATHS_MAX: Final = 256
+"""Paths of which pings are kept."""
 
 
 @dataclass(slots=True)
@@ -32,6 +36,7 @@ class Witnessed:
     ras: tuple[RasFacts, float] | None = None
     flights: dict[int, tuple[FlightFacts, float]] = field(default_factory=dict)
     processes: dict[int, tuple[ProcessFacts, float]] = field(default_factory=dict)
+    pings: dict[tuple[str, str], tuple[PingFacts, float]] = field(default_factory=dict)
 
     def take(self, part: Gathered, node: str, at: float, history: JobHistory) -> None:
         """Take in one part that `node` gathered at `at`."""
@@ -42,6 +47,12 @@ class Witnessed:
         for process in part.processes:
             if process.world_rank in here and _newer(self.processes.get(process.world_rank), at):
                 self.processes[process.world_rank] = (process, at)
+        for ping in part.pings:
+            path = (ping.local, ping.remote)
+            if history.network.node_of.get(ping.local) == node and _newer(self.pings.get(path), at):
+                self.pings[path] = (ping, at)
+        while len(self.pings) > PATHS_MAX:
+            del self.pings[min(self.pings, key=lambda path: self.pings[path][1])]
         if part.ras is not None and self._is_better(part.ras, at):
             self.ras = (placed(part.ras, history), at)
 
@@ -61,6 +72,10 @@ class Witnessed:
     def processes_since(self, quiet_since: float | None) -> tuple[ProcessFacts, ...]:
         """By rank, as far as they were looked at after that moment."""
         return tuple(facts for _, (facts, at) in sorted(self.processes.items()) if _after(quiet_since, at))
+
+    def pings_since(self, at: float) -> list[PingFacts]:
+        """By path, as far as they were sent after that moment."""
+        return [facts for _, (facts, sent_at) in sorted(self.pings.items()) if sent_at >= at - CLOCKS_S]
 
 
 def _newer(known: tuple[object, float] | None, at: float) -> bool:

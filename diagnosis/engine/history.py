@@ -23,10 +23,12 @@ from numpy.typing import NDArray
 from diagnosis.contracts import report as wire
 from diagnosis.contracts.columns import null_of, unpack
 from diagnosis.contracts.errors import AgentFault
-from diagnosis.engine.flows import NetworkHistory, Topology
+from diagnosis.contracts.topology import Topology
+from diagnosis.engine.flows import NetworkHistory
 from diagnosis.engine.gathered import Witnessed
 from diagnosis.engine.step_history import StepHistory, StepNow, step_of_row
 from diagnosis.engine.thresholds import Thresholds
+from diagnosis.evidence.topology.lldp import topology_of
 
 RANKS_MAX: Final = 1 << 20
 COMMS_MAX: Final = 4096
@@ -161,7 +163,8 @@ class CommHistory:
 class JobHistory:
     """One attempt (`job_id`, `restart`) of a job, as its ranks' reports tell it.
 
-    `ranks_max`: as many as its nodes can hold. A job that claims a greater world is not believed.
+    `topology`: None where the nodes tell it themselves. `ranks_max`: as many as its nodes can hold. A job that claims a
+    greater world is not believed.
     """
 
     job_id: int
@@ -178,7 +181,7 @@ class JobHistory:
     steps: StepHistory = field(default_factory=StepHistory)
     witnessed: Witnessed = field(default_factory=Witnessed)
     network: NetworkHistory = field(default_factory=NetworkHistory)
-    topology: Topology = field(default_factory=dict)
+    topology: Topology | None = field(default_factory=Topology)
 
     def observe(
         self,
@@ -269,6 +272,11 @@ class JobHistory:
         """When anybody last entered or left a round; None while nobody has told anything."""
         times = [member.since for comm in self.comms.values() for member in comm.members.values()]
         return max(times) if times else None
+
+    @property
+    def paths_above(self) -> Topology:
+        """The switches above the job's nodes."""
+        return topology_of(self.network.uplinks) if self.topology is None else self.topology
 
     @property
     def longest_round_s(self) -> float:

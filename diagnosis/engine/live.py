@@ -21,6 +21,7 @@ from diagnosis.contracts.probeframe import Op
 from diagnosis.contracts.report import CommState, GpuFacts
 from diagnosis.contracts.verdict import Verdict
 from diagnosis.engine import words
+from diagnosis.engine.gathered import PINGS_KEPT_S
 from diagnosis.engine.history import CommHistory, Floats, JobHistory, MemberNow, Window
 from diagnosis.engine.thresholds import Thresholds
 from diagnosis.engine.verdict import judge
@@ -72,7 +73,7 @@ def examine(history: JobHistory, gpus: GpusOfNode, now: float) -> Judged:
     recent = slow_windows(history, now)
     if recent:
         limits = replace(history.limits, slow_job_min=0.0)
-        incident = _incident(history, _slow_rows(history, recent), gpus, now, notes, limits)
+        incident = _incident(history, _slow_rows(history, recent), gpus, now, notes, limits, now - PINGS_KEPT_S)
         began = min(windows[0].ended_at - windows[0].rounds * windows[0].period_ms / _MS for windows in recent.values())
         usual_ms = history.steps.usual_ms(began)
         return _judge(replace(incident, job=replace(incident.job, step_ms=np.nan if usual_ms is None else usual_ms)))
@@ -93,23 +94,26 @@ def incident_of(history: JobHistory, gpus: GpusOfNode, now: float) -> Incident:
     }
     rows = _slow_rows(history, recent) or _hang_rows(history, now)
     limits = replace(_hang_limits(history, 1.0), slow_job_min=history.limits.slow_ratio - 1)
-    return _incident(history, rows, gpus, now, _unseen(history, now), limits)
+    return _incident(history, rows, gpus, now, _unseen(history, now), limits, now - PINGS_KEPT_S)
 
 
 def _judge(incident: Incident) -> Judged:
     return Judged(judge(incident), incident)
 
 
-def suspects(history: JobHistory, now: float, share: float) -> list[int]:
-    """Ranks worth asking for stacks once a job has been quiet for `share` of its bound; empty: no suspicion.
+def suspicion(history: JobHistory, now: float, share: float) -> Verdict | None:
+    """What would be said of a hang once a job has been quiet for `share` of its bound; None: no suspicion.
 
     Asked before anybody would end the job, since afterwards there is nothing left to ask.
     """
     if not _quiet(history, now, share):
-        return []
+        return None
     verdict = _judge_hang(history, {}, now, share, ()).verdict
-    if verdict.anomaly != "hang":
-        return []
+    return verdict if verdict.anomaly == "hang" else None
+
+
+def suspects(history: JobHistory, verdict: Verdict) -> list[int]:
+    """Ranks worth asking for stacks on suspicion of a hang."""
     named = sorted(culprit.rank for culprit in verdict.culprits if culprit.rank is not None)
     return named or sorted(history.ranks)[:SUSPECTS_MAX]
 
@@ -151,7 +155,9 @@ def _is_slow(comm: CommHistory, windows: list[Window], limits: Thresholds) -> bo
 
 def _judge_hang(history: JobHistory, gpus: GpusOfNode, now: float, share: float, notes: tuple[str, ...]) -> Judged:
     """The engine's word on a job that has been quiet for a part of its bound."""
-    return _judge(_incident(history, _hang_rows(history, now), gpus, now, notes, _hang_limits(history, share)))
+    limits, quiet_since = _hang_limits(history, share), history.quiet_since
+    pinged_since = now if quiet_since is None else quiet_since
+    return _judge(_incident(history, _hang_rows(history, now), gpus, now, notes, limits, pinged_since))
 
 
 def _hang_limits(history: JobHistory, share: float) -> Thresholds:
@@ -253,9 +259,15 @@ def _median(windows: Iterable[Window], name: str, members: int) -> Floats:
 
 
 def _incident(
-    history: JobHistory, rows: _Rows, gpus: GpusOfNode, now: float, notes: tuple[str, ...], limits: Thresholds
+    history: JobHistory,
+    rows: _Rows,
+    gpus: GpusOfNode,
+    now: float,
+    notes: tuple[str, ...],
+    limits: Thresholds,
+    pinged_since: float,
 ) -> Incident:
-    job = _job(history)
+    job, topology = _job(history), history.paths_above
     comms = list(history.comms.values())
     members = [[member.rank for _, member in sorted(comm.members.items())] for comm in comms]
     count = len(comms)
@@ -273,9 +285,9 @@ def _incident(
         process_state={rank.rank: rank.process_state for rank in history.ranks.values() if rank.process_state},
         nvml=_nvml(gpus, job.node_names),
         ib=history.network.ports(job.node_names, now, limits.stale_after_s),
-        fabric=history.network.fabric(history.topology, now, limits.stale_after_s),
+        fabric=history.network.fabric(topology, now, limits.stale_after_s, history.witnessed.pings_since(pinged_since)),
         thresholds=asdict(limits),
-        unseen=notes,
+        unseen=(*notes, *history.network.unseen_ways(topology)),
         ras=history.witnessed.ras_since(history.quiet_since),
         flights=history.witnessed.flights_since(history.quiet_since),
         processes=history.witnessed.processes_since(history.quiet_since),

@@ -11,7 +11,7 @@ import numpy as np
 
 from diagnosis.contracts.incident import Incident
 from diagnosis.contracts.verdict import Verdict
-from diagnosis.engine import hang_verdict, slow_verdict
+from diagnosis.engine import hang_verdict, probes, slow_verdict
 from diagnosis.engine.blame import Blame, attribute
 from diagnosis.engine.lanes import Lanes, lay_out
 from diagnosis.engine.ras import bear_witness
@@ -58,11 +58,12 @@ def _analyse(incident: Incident, limits: Thresholds) -> Analysis:
     stall = find_stall(lanes, limits)
     if stall is not None:
         verdict = bear_witness(incident, hang_verdict.decide(lanes, stall, limits, unseen))
+        verdict = probes.bear_witness(incident, verdict)
         return Analysis(verdict, lanes, stall=stall)
     slow = measure(lanes)
     if np.isfinite(slow.ratio) and slow.ratio >= 1 + SLIGHT * limits.slow_job_min:
         blame = attribute(lanes, slow, limits)
-        verdict = slow_verdict.decide(lanes, slow, blame, limits, unseen)
+        verdict = probes.bear_witness(incident, slow_verdict.decide(lanes, slow, blame, limits, unseen))
         chance = UNSTEADY_FACTOR * (slow.unsteady if np.isfinite(slow.unsteady) else 0.0)
         if slow.ratio >= 1 + max(limits.slow_job_min + slow.resolution, chance) or _explained(verdict):
             return Analysis(verdict, lanes, slow=slow, blame=blame)

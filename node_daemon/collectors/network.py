@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -110,6 +110,11 @@ class NetworkMonitor:
             frame.pid: job.uid for job in jobs for frame in job.frames if frame.state not in (STATE_GONE, STATE_UNKNOWN)
         }
 
+    def paths(self, pids: Collection[int]) -> set[tuple[str, str]]:
+        """Where connections of these processes lead, by the newest look: (address here, address there)."""
+        flows = self._newest.flows if self._newest is not None else {}
+        return {(one.socket.local[0], one.socket.remote[0]) for pid in pids for one in flows.get(pid, ())}
+
     async def run(self) -> None:
         """Look once a period, for ever."""
         try:
@@ -130,7 +135,9 @@ class NetworkMonitor:
             _log.sparsely("network", "network not read", error=look.fault)
         self._newest, self._read_at = look, began_at
 
-    def told(self, jobs: list[JobFrames], samples: list[JobSample]) -> tuple[list[JobSample], NetworkFacts | None]:
+    def told(
+        self, jobs: list[JobFrames], samples: list[JobSample], uplinks: Sequence[tuple[str, str]] = ()
+    ) -> tuple[list[JobSample], NetworkFacts | None]:
         """The samples with their ranks' connections, and what they refer to. None before the first look."""
         look = self._newest
         if look is None:
@@ -154,7 +161,7 @@ class NetworkMonitor:
             told.append(msgspec.structs.replace(sample, flows=pack(_table(kept, table))))
         names = list(table.index)
         nic_of = [look.nic_of.get(name, "") for name in names]
-        return told, NetworkFacts("ok", "", age_ms, look.window_ms, names, nic_of, look.nics, left)
+        return told, NetworkFacts("ok", "", age_ms, look.window_ms, names, nic_of, look.nics, left, list(uplinks))
 
 
 class _Addresses:

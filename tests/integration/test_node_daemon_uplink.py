@@ -15,10 +15,10 @@ import pytest
 from aiohttp import web
 
 from diagnosis.contracts import credential, report
-from diagnosis.contracts.control import CollectEvent, HelloEvent
+from diagnosis.contracts.control import CollectEvent, ControlEvent, HelloEvent
 from node_daemon.backoff import Backoff
 from node_daemon.client import Client
-from node_daemon.events import ControlEvent, listen
+from node_daemon.events import listen
 from node_daemon.spool import Spool, Spooled
 from node_daemon.uplink import Uplink
 from tests import eventually as waiting

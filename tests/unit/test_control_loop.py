@@ -16,7 +16,16 @@ from controller.registry import Registry
 from controller.settings import Settings
 from controller.store.base import Incident
 from controller.store.sqlite import SqliteStore
-from diagnosis.contracts.control import ArmEvent, CollectEvent, Evidence, GatherEvent, HelloEvent, ProcessEvidence
+from diagnosis.contracts.control import (
+    ArmEvent,
+    CollectEvent,
+    ControlEvent,
+    Evidence,
+    GatherEvent,
+    HelloEvent,
+    PingEvent,
+    ProcessEvidence,
+)
 from diagnosis.contracts.errors import AgentFault
 from diagnosis.contracts.report import GpuFacts, HardwareFacts, Report
 from diagnosis.engine.thresholds import Thresholds
@@ -48,6 +57,7 @@ class World:
         self.asked: list[tuple[str, CollectEvent]] = []
         self.gathers: list[tuple[str, GatherEvent]] = []
         self.armed: list[tuple[str, ArmEvent]] = []
+        self.pinged: list[tuple[str, PingEvent]] = []
         self.throttled: set[str] = set()
         self.unheard: set[str] = set()
         self.sample = 0
@@ -76,13 +86,15 @@ class World:
         if (incident.id, change) not in self.told:
             self.told.append((incident.id, change))
 
-    def send(self, node: str, event: CollectEvent | GatherEvent | HelloEvent | ArmEvent) -> bool:
+    def send(self, node: str, event: ControlEvent) -> bool:
         """The control streams."""
         assert not isinstance(event, HelloEvent)
         if isinstance(event, GatherEvent):
             self.gathers.append((node, event))
         elif isinstance(event, ArmEvent):
             self.armed.append((node, event))
+        elif isinstance(event, PingEvent):
+            self.pinged.append((node, event))
         else:
             self.asked.append((node, event))
         return True

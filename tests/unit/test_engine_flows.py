@@ -14,7 +14,8 @@ from diagnosis.contracts import report as wire
 from diagnosis.contracts.columns import empty, pack
 from diagnosis.contracts.report import NetworkFacts, NicFacts
 from diagnosis.contracts.verdict import Verdict
-from diagnosis.engine.flows import NetworkHistory, Topology
+from diagnosis.contracts.topology import Topology, joined
+from diagnosis.engine.flows import NetworkHistory
 from diagnosis.engine.history import JobHistory
 from diagnosis.engine.live import diagnose, incident_of
 from diagnosis.engine.thresholds import Thresholds
@@ -92,7 +93,7 @@ def _run(history: JobHistory, wires: Wires, seconds: int, transfer_ms: float = 1
 
 def _healthy(ranks: int = 8, per_node: int = 2, topology: Topology | None = None) -> tuple[JobHistory, Wires]:
     job = SimJob(ranks, per_node)
-    history = JobHistory(job.job_id, job.restart, LIMITS, 0.0, topology=topology or {})
+    history = JobHistory(job.job_id, job.restart, LIMITS, 0.0, topology=topology or Topology())
     wires = Wires(job)
     _run(history, wires, 16)
     return history, wires
@@ -132,7 +133,7 @@ def test_a_stopped_receiver_is_no_dead_connection() -> None:
     history, wires = _healthy()
     verdict = _hang(history, wires)
     assert verdict.culprits == [] and verdict.class_ is None, "all connections live: nobody is named"
-    assert history.network.fabric({}, wires.job.now_ms / 1000, 5.0) is not None
+    assert history.network.fabric(Topology(), wires.job.now_ms / 1000, 5.0) is not None
 
 
 @pytest.mark.parametrize(("ranks", "per_node"), [(8, 2), (4, 1)])
@@ -175,7 +176,7 @@ def test_a_path_that_was_always_long_is_not_blamed() -> None:
 def test_two_nodes_have_one_path_and_neither_is_blamed_for_it() -> None:
     history, wires = _healthy(4, 2)
     wires.cut.add("gpu002")
-    fabric_before = history.network.fabric({}, wires.job.now_ms / 1000, 5.0)
+    fabric_before = history.network.fabric(Topology(), wires.job.now_ms / 1000, 5.0)
     assert fabric_before is not None and fabric_before.links == ("gpu001-gpu002",)
     verdict = _hang(history, wires)
     assert all(culprit.node is None for culprit in verdict.culprits)
@@ -184,7 +185,7 @@ def test_two_nodes_have_one_path_and_neither_is_blamed_for_it() -> None:
 
 def test_a_slow_switch_of_the_topology_is_named_and_not_the_nodes_below_it() -> None:
     above = {f"gpu{number:03d}": f"leaf{(number - 1) // 2}" for number in range(1, 9)}
-    topology = above | {f"leaf{number}": "spine" for number in range(4)}
+    topology = Topology(joined((above | {f"leaf{number}": "spine" for number in range(4)}).items()))
     history, wires = _healthy(8, 1, topology)
     fabric = history.network.fabric(topology, wires.job.now_ms / 1000, 5.0)
     assert fabric is not None and {"gpu001-leaf0", "leaf0-spine"} <= set(fabric.links)
@@ -202,7 +203,7 @@ def test_what_a_daemon_could_not_read_is_no_fact() -> None:
 def test_stale_words_are_left_out() -> None:
     history, wires = _healthy()
     later = wires.job.now_ms / 1000 + 60
-    assert history.network.fabric({}, later, 5.0) is None
+    assert history.network.fabric(Topology(), later, 5.0) is None
     assert history.network.ports(wires.job.nodes, later, 5.0) is None
 
 

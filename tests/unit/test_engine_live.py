@@ -10,7 +10,7 @@ import pytest
 from diagnosis.contracts.report import GpuFacts
 from diagnosis.contracts.verdict import Verdict
 from diagnosis.engine.history import JobHistory
-from diagnosis.engine.live import GpusOfNode, diagnose, suspects
+from diagnosis.engine.live import GpusOfNode, diagnose, suspects, suspicion
 from diagnosis.engine.thresholds import Thresholds
 from tests.simjob import SimJob
 
@@ -109,7 +109,8 @@ def test_no_verdict_before_the_bound_but_a_suspicion_earlier() -> None:
     job.hang(absent=[CULPRIT])
     now = _wait(job, history, 4)
     assert diagnose(history, {}, now).anomaly == "none"
-    assert suspects(history, now, share=0.5) == [CULPRIT]
+    hang = suspicion(history, now, share=0.5)
+    assert hang is not None and suspects(history, hang) == [CULPRIT]
 
 
 def test_a_rank_stopped_inside_the_round_is_named_by_the_kernels_word() -> None:

@@ -274,7 +274,7 @@ def test_one_report_takes_parts_within_its_bound_and_the_next_the_rest() -> None
     one = Gatherer(floor_s=0, per_minute_max=1)
     flights = [FlightFacts(world_rank=n, notes=["n" * 250]) for n in range(256)]
     for number in range(20):
-        one._hold(Gathered(job_id=number, restart=0, uid=1, suspicion=1, flights=flights))
+        one.hold(Gathered(job_id=number, restart=0, uid=1, suspicion=1, flights=flights))
     sent = []
     while raws := one.take():
         assert sum(map(len, raws)) <= PARTS_BYTES_MAX

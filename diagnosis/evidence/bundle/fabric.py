@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
+from typing import Final
+
 import numpy as np
 
-from diagnosis.contracts.incident import UNKNOWN, Fabric, Floats
-from diagnosis.evidence.bundle.files import FABRIC, FabricFile, FlowItem, mended_flows, mended_links
+from diagnosis.contracts.gathered import PINGS_SENT_MAX
+from diagnosis.contracts.incident import UNKNOWN, Fabric, Floats, Probe
+from diagnosis.evidence.bundle.files import FABRIC, PROBE, FabricFile, FlowItem, mended_flows, mended_links
 from diagnosis.evidence.limits import Limits, Names
 from diagnosis.evidence.notes import Notes
 from diagnosis.evidence.values import Decoder
 
+PROBES_MAX: Final = 256
 _DECODER = Decoder(FabricFile, {"links": mended_links, "flows": mended_flows})
 
 
@@ -32,6 +37,7 @@ def build_fabric(raw: FabricFile, world: int, comms: dict[str, int], limits: Lim
         b.append(link.b or "")
         capacity.append(link.gbps)
     flows: list[FlowItem] = []
+    probes: list[Probe] = []
     paths: list[list[int]] = []
     hops = 0
     for flow in raw.flows or []:
@@ -40,6 +46,9 @@ def build_fabric(raw: FabricFile, world: int, comms: dict[str, int], limits: Lim
             continue
         path = [index for name in flow.path or [] if (index := names.index(name)) >= 0]
         hops += len(path)
+        if flow.kind == PROBE:
+            probes.append(_probe(flow, path, world))
+            continue
         flows.append(flow)
         paths.append(path)
     missing = len(names) - len(a)
@@ -58,7 +67,16 @@ def build_fabric(raw: FabricFile, world: int, comms: dict[str, int], limits: Lim
         path=np.array([index for path in paths for index in path], np.int32),
         resent=_sound([flow.resent for flow in flows], notes),
         dragged=_sound([flow.dragged for flow in flows], notes),
+        probes=tuple(probes[:PROBES_MAX]),
     )
+
+
+def _probe(flow: FlowItem, path: list[int], world: int) -> Probe:
+    """Impossible numbers are taken as unknown."""
+    loss = flow.loss if flow.loss is not None and 0 <= flow.loss <= 1 else math.nan
+    rtt_us = flow.rtt_us if flow.rtt_us is not None and 0 <= flow.rtt_us < math.inf else math.nan
+    sent = flow.sent if flow.sent is not None and 0 < flow.sent <= PINGS_SENT_MAX else 0
+    return Probe(_rank(flow.src_rank, world), _rank(flow.dst_rank, world), sent, loss, rtt_us, tuple(path))
 
 
 def _rank(rank: int | None, world: int) -> int:

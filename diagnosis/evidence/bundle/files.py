@@ -20,6 +20,7 @@ FABRIC: Final = "fabric.json"
 RAS: Final = "ras.json"
 FLIGHTS: Final = "flights.jsonl"
 PROCESSES: Final = "processes.jsonl"
+PROBE: Final = "probe"
 NAMES: Final = (JOB, COMMUNICATORS, FRAMES, SUMMARIES, HEALTH, FABRIC, RAS, FLIGHTS, PROCESSES)
 
 STATES: Final = {"running": State.RUNNING, "enqueued": State.ENQUEUED, "done": State.DONE, "none": State.NONE}
@@ -167,7 +168,7 @@ class LinkItem(msgspec.Struct):
 
 
 class FlowItem(msgspec.Struct):
-    """One flow of `fabric.json`."""
+    """One flow of `fabric.json`. `kind` "probe": pings on suspicion, and no flow of the job's."""
 
     comm: str | None = None
     src_rank: int | None = None
@@ -177,6 +178,9 @@ class FlowItem(msgspec.Struct):
     rtt_us: float | None = None
     resent: float | None = None
     dragged: float | None = None
+    kind: str | None = None
+    sent: int | None = None
+    loss: float | None = None
 
 
 class FabricFile(msgspec.Struct):

@@ -22,6 +22,7 @@ from diagnosis.contracts.incident import (
     HealthTable,
     Incident,
     Kind,
+    Probe,
     State,
     Summaries,
 )
@@ -179,7 +180,20 @@ def _fabric(fabric: Fabric, comm_ids: tuple[str, ...]) -> Item:
                 **{name: column[at] for name, column in extra.items() if column[at] is not None},
             }
             for at, comm in enumerate(fabric.comm.tolist())
-        ],
+        ]
+        + [_probe(fabric, probe) for probe in fabric.probes],
+    }
+
+
+def _probe(fabric: Fabric, probe: Probe) -> Item:
+    return {
+        "kind": files.PROBE,
+        "src_rank": probe.src if probe.src >= 0 else None,
+        "dst_rank": probe.dst if probe.dst >= 0 else None,
+        "path": [fabric.links[link] for link in probe.path],
+        "sent": probe.sent,
+        "loss": None if math.isnan(probe.loss) else probe.loss,
+        "rtt_us": None if math.isnan(probe.rtt_us) else probe.rtt_us,
     }
 
 
