@@ -80,6 +80,7 @@ CASES: dict[str, tuple[Fault, str, str]] = {
     "S1 duty cycle": (lambda r: r.duty(), "S1", "rank"),
     "S1 sleep": (lambda r: r.sleep(60), "S1", "rank"),
     "S2 rate": (Running.rate, "S2", "link"),
+    "S2 delay": (lambda r: r.site.wires.delay(r.victim.node, 5), "S2", "link"),
     "S2 loss": (lambda r: r.site.wires.lose(r.victim.node, 50, r.pids), "S2", "link"),
     "S3 rate and sleep": (_rate_and_sleep, "S3", "both"),
     # Last: Slurm misses the node for a while.

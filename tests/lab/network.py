@@ -19,6 +19,8 @@ from tests.lab.system import LabError, eventually
 RUN_NETNS = Path("/run/netns")
 PREFIX = "tocsin-"
 SWITCH_ADDRESS = "10.98.0.254"
+BRIDGE_MAC = "02:00:0a:62:00:fe"
+"""One of its own: a bridge without takes that of a port, and another when ports come and go."""
 
 
 @dataclass
@@ -64,7 +66,7 @@ class Network:
         _ip(
             switch,
             "link set lo up",
-            "link add br0 type bridge",
+            f"link add br0 address {BRIDGE_MAC} type bridge",
             f"addr add {SWITCH_ADDRESS}/24 dev br0",
             "link set br0 up",
             *(

@@ -1,23 +1,27 @@
-"""Faults of the lab's network, by the kernel: a token bucket (tbf) slows a node's wire, nftables loses or swallows.
+"""Faults of the lab's network: a token bucket (tbf) slows a node's wire, nftables loses or swallows, a relay delays.
 
 The kernel may have no netem; none of this needs it. Management traffic stays: losing and swallowing are for the
 connections of a job's ranks alone, as on a cluster with a network of its own for the data. Both happen in the switch:
-a sender whose own host drops its packets knows of it and does not double its timer.
+a sender whose own host drops its packets knows of it and does not double its timer. Only a wire that is delayed goes
+through the relay, and only while it is.
 """
 
 from __future__ import annotations
 
 import subprocess
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
 from node_daemon.collectors.sockets import SocketOwners, TcpSocket, read_sockets
+from tests.lab import processes
 from tests.lab.cluster import Lab
 from tests.lab.system import LabError, in_namespace
 
 BURST_KB = 64
 QUEUE_MS = 100
 PERMILLE_MAX = 999
+RELAY = Path(__file__).with_name("delay.py")
 
 
 class Wires:
@@ -27,6 +31,7 @@ class Wires:
         self._lab = lab
         self._slowed: set[str] = set()
         self._filtered: set[str] = set()
+        self._delayed: dict[str, subprocess.Popen[bytes]] = {}
 
     def slow(self, node: str, mbit: int) -> None:
         """Both ways through the node's wire carry at most so much."""
@@ -45,6 +50,20 @@ class Wires:
         """Nothing of these processes' connections passes any more, and nobody is told: a black hole."""
         self._filter(node, pids, "drop")
 
+    def delay(self, node: str, ms: float) -> None:
+        """Whatever passes the node's wire takes so much longer, each way; connections stay."""
+        if node in self._delayed:
+            raise LabError(f"the wire of {node} is delayed already")
+        port, tap = f"v-{node}", f"t-{node}"
+        argv = [sys.executable, str(RELAY), port, tap, str(ms)]
+        relay = self._lab.popen_controller(argv, name=f"delay-{node}", pipes=True)
+        self._delayed[node] = relay
+        assert relay.stdout is not None
+        if relay.stdout.readline() != b"ready\n":
+            raise LabError(f"the relay does not work: {self._lab.log(f'delay-{node}.out')[-400:]}")
+        # Off the bridge the port would answer the node's ARP requests itself.
+        self._ip(f"link set {port} nomaster arp off", f"link set {tap} up master br0")
+
     def mend(self) -> None:
         """All wires as they were."""
         for node in self._slowed:
@@ -52,8 +71,12 @@ class Wires:
             self._run(None, ["tc", "qdisc", "del", "dev", f"v-{node}", "root"])
         for node in self._filtered:
             self._run(None, ["nft", "delete", "table", "bridge", node])
+        for node, relay in self._delayed.items():
+            processes.kill([relay])  # its TAP goes with it
+            self._ip(f"link set v-{node} arp on master br0")
         self._slowed.clear()
         self._filtered.clear()
+        self._delayed.clear()
 
     def connections(self, node: str, pids: Iterable[int]) -> list[TcpSocket]:
         """The connections that these processes have to other nodes."""
@@ -83,6 +106,9 @@ table bridge {node} {{
 """
         self._run(None, ["nft", "-f", "-"], rules)
         self._filtered.add(node)
+
+    def _ip(self, *commands: str) -> None:
+        self._run(None, ["ip", "-batch", "-"], "\n".join(commands) + "\n")
 
     def _run(self, node: str | None, command: list[str], stdin: str = "") -> None:
         enter = self._lab.network.enter(node)
