@@ -11,7 +11,7 @@ are few and small and may go by a queue or a path that the job's data does not t
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -89,12 +89,13 @@ class _Told:
 
     @property
     def rtt_us(self) -> float:
-        """Of the slowest path."""
-        return max((probe.rtt_us for probe in self.probes if np.isfinite(probe.rtt_us)), default=np.nan)
+        """Of the path in the middle: one of several may be slow for reasons of its own."""
+        told = [probe.rtt_us for probe in self.probes if np.isfinite(probe.rtt_us)]
+        return float(np.median(told)) if told else np.nan
 
     def words(self) -> str:
         lost = f"{self.lost} of {self.sent} lost"
-        return f"{lost}, up to {self.rtt_us / 1000:.1f} ms" if np.isfinite(self.rtt_us) else lost
+        return f"{lost}, median {self.rtt_us / 1000:.2f} ms" if np.isfinite(self.rtt_us) else lost
 
 
 def bear_witness(incident: Incident, verdict: Verdict) -> Verdict:
@@ -107,9 +108,7 @@ def bear_witness(incident: Incident, verdict: Verdict) -> Verdict:
     items: list[EvidenceItem] = []
     culprits: list[Culprit] = []
     for culprit in verdict.culprits:
-        over = _links_of(fabric, culprit)
-        through = _Told([probe for probe in probes if over & set(probe.path)])
-        beside = _Told([probe for probe in probes if not over & set(probe.path)])
+        through, beside = _split(incident, fabric, culprit, probes)
         if through.probes and verdict.anomaly == "hang":
             item, sure = _of_dead(_name(culprit), through, beside)
             items.append(item)
@@ -120,6 +119,26 @@ def bear_witness(incident: Incident, verdict: Verdict) -> Verdict:
     if verdict.anomaly == "hang" and all(culprit.cause == "unknown" for culprit in culprits):
         items.append(_of_all(incident, _Told(probes)))
     return msgspec.structs.replace(verdict, culprits=culprits, evidence=[*verdict.evidence, *items])
+
+
+def _split(incident: Incident, fabric: Fabric, culprit: Culprit, probes: list[Probe]) -> tuple[_Told, _Told]:
+    """Probes over a link or switch, and those that certainly pass beside it; none where it is neither.
+
+    A path on which no flow of the job was seen is not known. That it passes a node's own link is known all the same.
+    """
+    over = _links_of(fabric, culprit)
+    if not over:
+        return _Told([]), _Told([])
+    own = [probe for probe in probes if culprit.node is not None and culprit.node in _nodes_of(incident, probe)]
+    through = [probe for probe in probes if over & set(probe.path) or probe in own]
+    beside = [probe for probe in probes if probe not in through and (probe.path or culprit.node is not None)]
+    return _Told(through), _Told(beside)
+
+
+def _nodes_of(incident: Incident, probe: Probe) -> list[str]:
+    """The nodes at both ends, as far as they are known."""
+    job = incident.job
+    return [job.node_names[job.node[rank]] for rank in (probe.src, probe.dst) if rank >= 0 and job.node[rank] >= 0]
 
 
 def _name(culprit: Culprit) -> str:
@@ -180,11 +199,9 @@ def _of_all(incident: Incident, told: _Told) -> EvidenceItem:
 
 
 def _between(incident: Incident, probes: Sequence[Probe]) -> Iterator[str]:
-    node_of: Mapping[int, str] = {
-        rank: incident.job.node_names[node] for rank, node in enumerate(incident.job.node.tolist()) if node >= 0
-    }
     for probe in probes:
-        yield " and ".join(sorted(node_of.get(rank, "a node that is not known") for rank in (probe.src, probe.dst)))
+        known = _nodes_of(incident, probe)
+        yield " and ".join([*sorted(known), *["a node that is not known"] * (2 - len(known))])
 
 
 def _item(text: str, *, against: bool = False) -> EvidenceItem:

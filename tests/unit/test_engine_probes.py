@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from diagnosis.contracts.control import PAIRS_MAX
 from diagnosis.contracts.gathered import Gathered, PingFacts
+from diagnosis.contracts.incident import Probe
 from diagnosis.contracts.verdict import EvidenceItem, Verdict, says_the_same
 from diagnosis.engine.history import JobHistory
 from diagnosis.engine.live import diagnose, examine, incident_of
@@ -211,3 +213,14 @@ def test_a_job_without_connections_has_no_path_to_ping() -> None:
     history, wires = _healthy()
     history.network.ends.clear()
     assert pairs_to_ping(history.network, set(wires.job.nodes)) == {}
+
+
+def test_a_path_without_flows_counts_by_its_nodes_and_not_as_one_elsewhere() -> None:
+    history, _, now = _cut()
+    _ping(history, _through(history, _die), now - 1)
+    incident = examine(history, {}, now).incident
+    assert incident is not None and incident.fabric is not None
+    idle = Probe(src=0, dst=4, sent=10, loss=1.0, rtt_us=np.nan)  # from gpu001 to the bad node
+    fabric = replace(incident.fabric, probes=(*incident.fabric.probes, idle))
+    (item,) = _said(judge(replace(incident, fabric=fabric)))
+    assert "elsewhere they pass (0 of" in item.text
