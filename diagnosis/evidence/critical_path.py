@@ -63,15 +63,18 @@ def laid_out(index: Longs, start: Longs, end: Longs) -> Pieces:
     return Pieces(np.array(owners, np.int64), np.array(starts, np.int64), np.array(ends, np.int64))
 
 
-def own_times(lane: Longs, start: Longs, end: Longs) -> Longs:
-    """Own time of each execution (E,), ns, among those of its lane."""
-    own = np.zeros(len(start), np.int64)
-    order = np.argsort(lane, kind="stable")
+def by_lane(lane: Longs, nests: NDArray[np.bool_], start: Longs, end: Longs) -> Pieces:
+    """What each execution (E,) does itself: its own pieces where its lane `nests`, all of it where not. Order: by lane.
+
+    A function that waits for what it called does nothing, on the critical path neither.
+    """
+    whole = np.flatnonzero(~nests)
+    parts = [Pieces(whole, start[whole], end[whole])]
+    nested = np.flatnonzero(nests)
+    order = nested[np.argsort(lane[nested], kind="stable")]
     cuts = np.flatnonzero(np.diff(lane[order])) + 1
-    for members in np.split(order, cuts) if len(order) else ():
-        pieces = laid_out(members, start, end)
-        np.add.at(own, pieces.owner, pieces.end - pieces.start)
-    return own
+    parts += [laid_out(members, start, end) for members in np.split(order, cuts) if len(members)]
+    return Pieces(*(np.concatenate([getattr(part, name) for part in parts]) for name in ("owner", "start", "end")))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -104,7 +107,7 @@ def union(start: Longs, end: Longs) -> Covered:
 
 
 def critical_times(kind: Longs, start: Longs, end: Longs, kinds: int) -> Longs:
-    """How long each execution (E,) is the critical path, ns. `kind` (E,): 0 has the first right to a moment."""
+    """How long each (E,) is the critical path, ns. `kind` (E,): 0 has the first right to a moment."""
     time = np.zeros(len(start), np.int64)
     higher = union(start[:0], end[:0])
     for one in range(kinds):

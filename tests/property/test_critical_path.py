@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diagnosis.evidence.critical_path import critical_times, own_times, union
+from diagnosis.evidence.critical_path import Pieces, by_lane, critical_times, union
 
 _LONG = 40
 _spans = st.lists(
@@ -20,6 +20,12 @@ _spans = st.lists(
 def _columns(spans: list[tuple[int, int, int]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     table = np.array(spans, np.int64).reshape(-1, 3)
     return table[:, 0], table[:, 1], table[:, 2]
+
+
+def _own(pieces: Pieces, executions: int) -> np.ndarray:
+    own = np.zeros(executions, np.int64)
+    np.add.at(own, pieces.owner, pieces.end - pieces.start)
+    return own
 
 
 def _key(spans: list[tuple[int, int, int]], one: int) -> tuple[int, int, int]:
@@ -36,7 +42,15 @@ def test_a_moment_of_a_lane_belongs_to_who_began_last(spans: list[tuple[int, int
             running = [at for at, (own, first, last) in enumerate(spans) if own == lane_id and first <= now < last]
             if running:
                 expected[max(running, key=lambda one: _key(spans, one))] += 1
-    assert own_times(lane, start, end).tolist() == expected.tolist()
+    assert _own(by_lane(lane, np.ones(len(spans), np.bool_), start, end), len(spans)).tolist() == expected.tolist()
+
+
+@given(_spans)
+def test_what_does_not_nest_has_all_its_time(spans: list[tuple[int, int, int]]) -> None:
+    lane, start, end = _columns(spans)
+    own = _own(by_lane(lane, lane > 1, start, end), len(spans))
+    assert (own == end - start)[lane <= 1].all()
+    assert (own <= end - start).all()
 
 
 @given(_spans)

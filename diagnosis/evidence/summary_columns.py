@@ -1,0 +1,122 @@
+"""Summaries that have travelled, as the columns that the engine reads.
+
+A row that stands for many functions keeps only its sums: which functions are in it differs from rank to rank, so its
+mean, quantiles and behaviour are those of nothing. A hash whose text nobody sent stays a function, under its number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from diagnosis.contracts import histogram
+from diagnosis.contracts.columns import Table, null_of
+from diagnosis.contracts.errors import AgentFault
+from diagnosis.contracts.histogram import Histograms
+from diagnosis.contracts.incident import WORLD_MAX, Floats, Summaries
+from diagnosis.contracts.summary import FUNCTION_DTYPE, KINDS, OTHER_HASHES, OTHERS, PARTS, RankSummary, table
+from diagnosis.evidence.notes import Notes
+
+SOURCE: Final = "summaries"
+_QUANTILES: Final = {"p50_us": 0.5, "p90_us": 0.9, "p95_us": 0.95, "p99_us": 0.99}
+_NS_PER_US: Final = 1e3
+_NS_PER_MS: Final = 1e6
+_PHASES_MAX: Final = 256
+
+
+def columns_of(
+    summaries: Iterable[RankSummary], names: Mapping[int, tuple[int, str]], notes: Notes
+) -> Summaries | None:
+    """All ranks of one window. `names`: (kind, text) by hash. None where there is no summary.
+
+    A summary that cannot be read, or is a rank's second, is left out and noted.
+    """
+    by_rank: dict[int, tuple[RankSummary, Table, Histograms]] = {}
+    for one in summaries:
+        if not 0 <= one.rank < WORLD_MAX:
+            notes.add(SOURCE, "a summary without a possible rank is left out")
+        elif one.rank in by_rank:
+            notes.add(SOURCE, "a second summary of a rank is left out")
+        else:
+            try:
+                by_rank[one.rank] = (one, *table(one))
+            except AgentFault as fault:
+                notes.add(SOURCE, f"a summary cannot be read: {fault}")
+    if not by_rank:
+        return None
+    told = [by_rank[rank] for rank in sorted(by_rank)]
+    rows = np.concatenate([functions for _, functions, _ in told])
+    keys, first, operator = np.unique(
+        rows[["name", "kind"]].astype([("name", "u8"), ("kind", "u1")]), return_index=True, return_inverse=True
+    )
+    del keys
+    texts = {**names, **{hashed: (kind, OTHERS[kind]) for kind, hashed in enumerate(OTHER_HASHES)}}
+    named = [_named(int(rows["name"][at]), int(rows["kind"][at]), texts) for at in first.tolist()]
+    notes.add(SOURCE, "a function whose name has not come", count=sum(text.startswith("(unnamed") for text in named))
+    return Summaries(
+        rank=np.array([one.rank for one, _, _ in told], np.int32),
+        step_ms=np.array([np.nan if one.step_ms is None else _sound(one.step_ms) for one, _, _ in told]),
+        steps=np.array([np.nan if one.steps is None else _sound(one.steps) for one, _, _ in told]),
+        phases=_phases([one for one, _, _ in told], notes),
+        worker=np.repeat(np.arange(len(told)), [len(functions) for _, functions, _ in told]).astype(np.int32),
+        operator=operator.astype(np.int32),
+        operator_names=tuple(named),
+        kind=tuple(KINDS[kind] for kind in rows["kind"][first].tolist()),
+        stats=_stats(rows, _joined([histograms for _, _, histograms in told])),
+    )
+
+
+def _named(hashed: int, kind: int, texts: Mapping[int, tuple[int, str]]) -> str:
+    text = texts.get(hashed)
+    return text[1] if text is not None and text[0] == kind else f"(unnamed {hashed:016x})"
+
+
+def _sound(value: float) -> float:
+    return float(value) if value >= 0 else np.nan
+
+
+def _phases(told: list[RankSummary], notes: Notes) -> dict[str, Floats]:
+    phases: dict[str, Floats] = {}
+    for worker, one in enumerate(told):
+        for name, value in one.phases.items():
+            if name not in phases and len(phases) >= _PHASES_MAX:
+                notes.add(SOURCE, "more phases than the reader's limit: left out")
+                continue
+            phases.setdefault(name, np.full(len(told), np.nan))[worker] = _sound(value)
+    return phases
+
+
+def _joined(many: list[Histograms]) -> Histograms:
+    offset = np.cumsum([0, *(len(one.bucket) for one in many)])
+    starts = [one.start[:-1] + offset[at] for at, one in enumerate(many)]
+    return Histograms(
+        np.concatenate([*starts, offset[-1:]]).astype(np.int64),
+        np.concatenate([one.bucket for one in many]),
+        np.concatenate([one.count for one in many]),
+    )
+
+
+def _stats(rows: NDArray[np.void], histograms: Histograms) -> dict[str, Floats]:
+    def column(name: str, unit: float = 1.0) -> Floats:
+        values = rows[name]
+        told: Floats = np.where(values == null_of(FUNCTION_DTYPE[name]), np.nan, values.astype(np.float64) / unit)
+        return told
+
+    count, total = column("count"), column("total_ns")
+    longest = column("max_ns", _NS_PER_US)
+    quantiles = histogram.quantiles(histograms, np.array(list(_QUANTILES.values()))) / _NS_PER_US
+    shares = {name: column(name, PARTS) for name in ("beta", "mu", "sigma")}
+    stats: dict[str, Floats] = {
+        "mean_us": np.divide(total, count, out=np.full(len(rows), np.nan), where=count > 0) / _NS_PER_US,
+        **{name: np.fmin(quantiles[:, at], longest) for at, name in enumerate(_QUANTILES)},
+        "max_us": longest,
+        "variance_us2": column("deviation_ns", _NS_PER_US) ** 2,
+        **{name: np.where(values <= 1.0, values, np.nan) for name, values in shares.items()},
+    }
+    several = rows["functions"] != 1
+    for values in stats.values():
+        values[several] = np.nan
+    return {"invocation_count": count, "total_time_ms": total / _NS_PER_MS, **stats}
