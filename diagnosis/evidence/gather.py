@@ -27,6 +27,7 @@ from diagnosis.evidence.lines import document
 from diagnosis.evidence.notes import Notes
 from diagnosis.evidence.parquet import MAGIC, read_columns
 from diagnosis.evidence.pickles import load_plain
+from diagnosis.evidence.topology import offline
 from diagnosis.evidence.values import loose
 
 HEAD_BYTES: Final = 1 << 16
@@ -56,7 +57,7 @@ class Evidence:
 
 def recognise(name: str, head: bytes) -> str | None:
     """What an input is, from its name and its first bytes: a name of a bundle's file, `PARQUET`, `PICKLE`,
-    `FLIGHT_DUMP`, or None."""
+    `FLIGHT_DUMP`, one of `topology.offline.KINDS`, or None."""
     base = name.rsplit("/", 1)[-1]
     if base in files.NAMES:
         return base
@@ -64,8 +65,9 @@ def recognise(name: str, head: bytes) -> str | None:
         return PARQUET
     if len(head) > 1 and head[0] == 0x80 and head[1] <= 5:
         return PICKLE
-    if not head.lstrip().startswith(b"{"):
-        return None
+    topology = offline.recognise(head)
+    if topology is not None or not head.lstrip().startswith(b"{"):
+        return topology
     if any(mark in head for mark in _OF_DUMPS):
         return FLIGHT_DUMP
     keys = _first_keys(head)
@@ -94,6 +96,7 @@ class _Gathering:
         self.dumps: list[Dump] = []
         self.entries = 0
         self.verdicts: list[Verdict] = []
+        self.topology = offline.ToldTopology(notes)
 
     def take(self, name: str, kind: str | None, chunks: Iterable[bytes]) -> None:
         if kind is None:
@@ -113,6 +116,9 @@ class _Gathering:
             columns = read_columns(content, (*operation_times.NEEDED, *operation_times.OPTIONAL), ("optype",))
             self.verdicts.append(operation_times.judge(operation_times.tensor(columns)))
             return
+        if kind in offline.KINDS:
+            self.topology.take(name, kind, content)
+            return
         raw = load_plain(content) if kind == PICKLE else _json(content)
         dump = read_dump(name, raw, kind == FLIGHT_DUMP, self.notes)
         if dump is None:
@@ -124,7 +130,7 @@ class _Gathering:
 
     def incident(self) -> Incident | None:
         """Of the bundle, of the dumps, or of both: then the bundle's frames count, if it has any."""
-        of_bundle = self.bundle.incident() if self.bundle.read else None
+        of_bundle = self.topology.lay_out(self.bundle.incident()) if self.bundle.read else None
         if of_bundle is not None and len(of_bundle.frames.rank):
             self.notes.add("flight recorder", "the bundle has frames: dumps are not used", count=len(self.dumps))
             return of_bundle
