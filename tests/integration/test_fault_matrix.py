@@ -1,20 +1,23 @@
 """The fault matrix: real data-parallel jobs in network namespaces, real faults, and the verdict that must follow.
 
 Everything is as on a cluster: the probe in the job, a daemon per node, the controller. One lab serves all cases; each
-has a job of its own on four nodes. `make test` runs each class once with 4 ranks, `make acceptance` repeats them, and
-runs 8 ranks. The controller observes: what is done about a verdict is told in `test_closed_loop`.
+has a job of its own on four nodes. `make test` runs each class once with 4 ranks, `make acceptance` repeats them, each
+time at another rank, and runs 8 ranks and torchrun. The controller observes: what is done about a verdict is told in
+`test_closed_loop`. How long each took is noted for the table of docs/fault-matrix.md (`tests.detection`).
 """
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
+from tests.detection import Told, note
 from tests.lab.cluster import Lab
 from tests.lab.faults import Duty, RankProcess, stop_forever
 from tests.lab.stack import Stack
@@ -24,6 +27,16 @@ from tests.lab.wires import Wires
 VERDICT_S = 60.0
 HEALTHY_S = 600.0
 REPEATS = 8
+HEALTHY_LIFE = {
+    "EVAL_EVERY": "100",
+    "EVAL_BATCHES": "30",
+    "SAVE_EVERY": "300",
+    "SAVE_MS": "4000",
+    "SHARDS_EVERY": "700",
+    "HICCUP_EVERY": "90",
+    "HICCUP_MS": "600",
+}
+"""What a job does besides training, in steps and ms: see `tests/lab/jobs/train.py`."""
 
 
 @dataclass
@@ -33,6 +46,18 @@ class Site:
     lab: Lab
     stack: Stack
     wires: Wires
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How a job is started, always on four nodes."""
+
+    gpus_per_node: int
+    launcher: str = "fork"
+
+    @property
+    def ranks(self) -> int:
+        return 4 * self.gpus_per_node
 
 
 @dataclass
@@ -100,26 +125,34 @@ def site() -> Iterator[Site]:
         yield Site(lab, stack, Wires(lab))
 
 
-def _submit(site: Site, gpus_per_node: int, faults: ExitStack) -> Running:
-    for name in ("branch", "sleep"):
+def _submit(
+    site: Site, shape: Shape, faults: ExitStack, *, repeat: int = 0, life: Mapping[str, str] | None = None
+) -> Running:
+    for name in ("branch", "sleep", "pause"):
         (site.lab.work / name).unlink(missing_ok=True)
     site.lab.wait_idle(site.lab.node_names, 90)
-    job = site.lab.submit(
-        "train.sh",
-        gpus_per_node=gpus_per_node,
-        env={"BRANCH_FILE": "branch", "SLEEP_FILE": "sleep", "PAUSE_FILE": "pause"},
-    )
+    files = {"BRANCH_FILE": "branch", "SLEEP_FILE": "sleep", "PAUSE_FILE": "pause"}
+    environment = {**files, "LAUNCHER": shape.launcher, **(life or {})}
+    job = site.lab.submit("train.sh", gpus_per_node=shape.gpus_per_node, env=environment)
+    faults.callback(site.lab.cancel_all)
     site.stack.wait_healthy(job)
     ranks = site.stack.ranks(job)
-    victim = ranks[2 * gpus_per_node]
-    faults.callback(site.lab.cancel_all)
+    victim = ranks[(2 * shape.gpus_per_node + repeat) % shape.ranks]
     faults.callback(site.lab.link, victim.node, True)
     faults.callback(site.wires.mend)
     return Running(site, job, victim, [one.pid for one in ranks.values() if one.node == victim.node], faults)
 
 
+def _last_step(running: Running) -> int:
+    return max(map(int, re.findall(r"^step (\d+) ", running.site.lab.output(running.job), re.MULTILINE)), default=0)
+
+
 def _named(culprits: list[dict[str, Any]]) -> set[tuple[str, object]]:
     return {("link", one["node"]) if one["kind"] == "link" else ("rank", one["rank"]) for one in culprits}
+
+
+def _incidents(running: Running) -> list[dict[str, Any]]:
+    return [one for one in running.site.stack.incidents() if one["job_id"] == running.job]
 
 
 def _judge(running: Running, class_: str, culprit: str) -> None:
@@ -129,7 +162,7 @@ def _judge(running: Running, class_: str, culprit: str) -> None:
     wanted |= {("link", victim.node)} if culprit in ("link", "both") else set()
 
     def right() -> bool:
-        found = [one["verdict"] for one in running.site.stack.incidents() if one["job_id"] == running.job]
+        found = [one["verdict"] for one in _incidents(running)]
         if not found:
             return False
         named = _named(found[0]["culprits"])
@@ -139,47 +172,63 @@ def _judge(running: Running, class_: str, culprit: str) -> None:
     try:
         eventually(right, VERDICT_S, f"{class_} at {wanted}", 0.2)
     except (LabError, AssertionError) as error:
-        error.add_note(str([one["verdict"] for one in running.site.stack.incidents() if one["job_id"] == running.job]))
+        error.add_note(str([one["verdict"] for one in _incidents(running)]))
         raise
-    assert running.site.lab.drain_reasons() == {}
 
 
-def _case(site: Site, name: str, gpus_per_node: int) -> None:
+def _case(site: Site, name: str, shape: Shape, repeat: int = 0) -> None:
     fault, class_, culprit = CASES[name]
     with ExitStack() as faults:
-        running = _submit(site, gpus_per_node, faults)
+        running = _submit(site, shape, faults, repeat=repeat)
+        right_at, step, fault_at = None, _last_step(running), time.time()
         fault(running)
-        _judge(running, class_, culprit)
+        try:
+            _judge(running, class_, culprit)
+            right_at = time.time()
+        finally:
+            first_at = min((one["opened_at"] for one in _incidents(running)), default=None)
+            first_s, right_s = (None if at is None else at - fault_at for at in (first_at, right_at))
+            note(Told(name, shape.launcher, shape.ranks, first_s, right_s, _last_step(running) - step))
+        assert site.lab.drain_reasons() == {}
 
 
 @pytest.mark.parametrize("name", ONCE_PER_CLASS)
 def test_a_fault_of_4_ranks_is_told_by_its_class_and_its_culprit(site: Site, name: str) -> None:
-    _case(site, name, 1)
+    _case(site, name, Shape(1))
 
 
 @pytest.mark.acceptance
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", CASES)
 def test_a_fault_of_4_ranks_is_told_right_each_time(site: Site, name: str) -> None:
-    for _ in range(REPEATS):
-        _case(site, name, 1)
+    for repeat in range(REPEATS):
+        _case(site, name, Shape(1), repeat)
 
 
 @pytest.mark.acceptance
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", CASES)
 def test_a_fault_of_8_ranks_is_told_by_its_class_and_its_culprit(site: Site, name: str) -> None:
-    _case(site, name, 2)
+    _case(site, name, Shape(2))
+
+
+@pytest.mark.acceptance
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", ONCE_PER_CLASS)
+def test_a_fault_of_8_ranks_under_torchrun_is_told_by_its_class_and_its_culprit(site: Site, name: str) -> None:
+    _case(site, name, Shape(2, "torchrun"))
 
 
 @pytest.mark.acceptance
 @pytest.mark.timeout(800)
-def test_a_healthy_job_with_a_long_checkpoint_gives_nothing_in_ten_minutes(site: Site) -> None:
+def test_a_healthy_job_that_evaluates_saves_and_waits_for_data_gives_nothing_in_ten_minutes(site: Site) -> None:
     with ExitStack() as faults:
-        running = _submit(site, 2, faults)
-        before = {one["id"] for one in site.stack.incidents()}
+        running = _submit(site, Shape(2), faults, life=HEALTHY_LIFE)
         until = time.monotonic() + HEALTHY_S
         (site.lab.work / "pause").touch()
         eventually(lambda: time.monotonic() >= until, HEALTHY_S + 5, "ten minutes", 1.0)
-        assert {one["id"] for one in site.stack.incidents()} == before
+        assert _incidents(running) == []
         assert site.lab.job(running.job)["Restarts"] == "0"
+        output = site.lab.output(running.job)
+    for done in ("evaluated at step", "all parts saved at step", "waits for data at step", "saved at step"):
+        assert len(re.findall(done, output)) >= 2, done

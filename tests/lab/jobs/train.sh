@@ -4,7 +4,8 @@
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=2
 #SBATCH --requeue
-# An ordinary training job: one task per node, one process per GPU, a checkpoint to resume from.
+# An ordinary training job: one task per node, one process per GPU, a checkpoint to resume from. LAUNCHER=torchrun: the
+# processes are torchrun's, which meet at the first node.
 
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 MASTER_ADDR=$(scontrol show node -o "$first" | sed 's/.*NodeAddr=\([^ ]*\).*/\1/')
@@ -19,4 +20,7 @@ export CHECKPOINT=${CHECKPOINT:-checkpoint-$SLURM_JOB_ID.pt}
 
 echo "attempt ${SLURM_RESTART_COUNT:-0} on $SLURM_JOB_NODELIST"
 # USR1 means "save now" and is for the ranks, which set a handler of their own
-srun env --ignore-signal=USR1 python3 train.py
+case ${LAUNCHER:-fork} in
+fork) srun env --ignore-signal=USR1 python3 train.py ;;
+torchrun) srun env --ignore-signal=USR1 ./torchrun.sh train.py ;;
+esac
