@@ -118,6 +118,7 @@ def _frames(world: int, dp: int, random: np.random.Generator, fault: Fault) -> F
         dur_max_ms=dur.ravel(),
         gap_ms=(gap * rounds).ravel(),
         idle_seq=nothing,
+        errors=nothing,
     )
 
 

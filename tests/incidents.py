@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
+from diagnosis.contracts.exits import ENDED_WORDS, ExitFacts
 from diagnosis.contracts.incident import (
     Communicators,
     Fabric,
@@ -56,6 +57,8 @@ def plain(incident: Incident) -> dict[str, Any]:
         "processes": sorted(incident.process_state.items()),
         "thresholds": dict(incident.thresholds),
         "unseen": incident.unseen,
+        "ended": (incident.ended, incident.lost_nodes if incident.ended else ()),
+        "exits": incident.exits,
     }
 
 
@@ -133,6 +136,21 @@ def incidents(draw: st.DrawFn) -> Incident:
         process_state=draw(st.dictionaries(st.integers(0, world - 1), st.sampled_from("RSDTZX"), max_size=3)),
         thresholds=draw(st.dictionaries(NAMES, st.floats(0, 1e300), max_size=2)),
         unseen=tuple(draw(st.lists(NAMES, max_size=2))),
+        ended=draw(st.sampled_from(["", *sorted(ENDED_WORDS)])),
+        lost_nodes=tuple(draw(st.lists(NAMES, max_size=2))),
+        exits=tuple(draw(_exits(rank)) for rank in sorted(draw(st.sets(st.integers(0, world - 1))))),
+    )
+
+
+def _exits(rank: int) -> st.SearchStrategy[ExitFacts]:
+    return st.builds(
+        ExitFacts,
+        world_rank=st.just(rank),
+        pid=st.integers(0, 1 << 22),
+        ended_ms=st.none() | st.floats(0, 1e9),
+        exit_code=st.none() | st.integers(0, 255),
+        signal=st.none() | st.integers(1, 127),
+        oom_kills=st.none() | st.integers(0, 9),
     )
 
 

@@ -20,6 +20,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from diagnosis.contracts.exits import ExitFacts
 from diagnosis.contracts.gathered import FlightFacts, ProcessFacts, RasFacts
 
 Floats = NDArray[np.float64]
@@ -115,6 +116,7 @@ class Frames:
     dur_max_ms: Floats
     gap_ms: Floats
     idle_seq: Floats
+    errors: Floats
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -200,6 +202,9 @@ class Incident:
     names of `diagnosis.engine.thresholds`; what is not told has its default. `unseen`: what could not be seen or read,
     for people. `ras`, `flights`, `processes`: gathered on suspicion of a hang (`contracts.gathered`), the latter two
     sorted by rank.
+
+    `ended`: how the job ended, one of `contracts.exits.ENDED_WORDS`, "" while it runs; `lost_nodes`: those that Slurm
+    had lost then; `exits`: processes that have ended, sorted by rank.
     """
 
     job: Job
@@ -217,3 +222,6 @@ class Incident:
     ras: RasFacts | None = None
     flights: tuple[FlightFacts, ...] = ()
     processes: tuple[ProcessFacts, ...] = ()
+    ended: str = ""
+    lost_nodes: tuple[str, ...] = ()
+    exits: tuple[ExitFacts, ...] = ()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from diagnosis.contracts.verdict import DOMAIN_OF_CAUSE, Action, Culprit, EvidenceItem, Verdict
-from diagnosis.engine import words
+from diagnosis.engine import exits, words
 from diagnosis.engine.accused import name_gpus
 from diagnosis.engine.cuts import Cut, find_cut
 from diagnosis.engine.fabric import behind_own_link, dead_flows, locate
@@ -47,6 +47,7 @@ class _Case:
         self.lanes = lanes
         self.stall = stall
         self.unseen = unseen
+        self.ends = exits.ends_of(lanes.incident)
         self.job = lanes.incident.job
         self.witnesses: Witnesses = name_gpus(gather(lanes.incident, limits), lanes.incident)
         seconds = stall.quiet_ms / 1000
@@ -171,10 +172,12 @@ def _root(case: _Case, rank: int) -> Culprit:
     if broken:
         _cite(case, broken)
         return case.culprit(rank, broken[0].cause, GPU_NAMED, "gpu")
-    killed = case.about(rank, ("process_exit",))
+    incident, end = case.lanes.incident, case.ends.get(rank)
+    case.evidence += exits.cite(incident, rank, end)
+    killed, gone = case.about(rank, ("process_exit",)), state in GONE or end is not None
     _cite(case, killed)
-    if state in GONE or (killed and state not in HALTED):
-        return case.culprit(rank, "process_exit", SEEN_BY_KERNEL if state in GONE else KILLED_NEAR)
+    if gone or ((killed or exits.oom_kills_of(incident, rank)) and state not in HALTED):
+        return case.culprit(rank, "process_exit", SEEN_BY_KERNEL if gone else KILLED_NEAR)
     seen = VAGUE if stall.vague else NOT_BEGUN if kept_out else NOT_ENTERED
     return case.culprit(rank, "process_stuck", SEEN_BY_KERNEL if state in HALTED else seen)
 

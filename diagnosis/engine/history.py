@@ -17,12 +17,14 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from typing import Final
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from diagnosis.contracts import report as wire
 from diagnosis.contracts.columns import null_of, unpack
 from diagnosis.contracts.errors import AgentFault
+from diagnosis.contracts.exits import ExitFacts
 from diagnosis.contracts.topology import Topology
 from diagnosis.engine.flows import NetworkHistory
 from diagnosis.engine.gathered import Witnessed
@@ -42,7 +44,8 @@ Floats = NDArray[np.float64]
 
 @dataclass(slots=True)
 class RankNow:
-    """The newest words of one rank, and where it runs. `process_state`: a letter, "" unknown; `step`: None unknown."""
+    """The newest words of one rank, and where it runs. `process_state`: a letter, "" unknown; `step`: None unknown;
+    `end`: None while it lives, or nobody saw it end, with its time in ms of the controller's clock."""
 
     rank: int
     node: str
@@ -52,6 +55,7 @@ class RankNow:
     process_state: str
     measured_at: float
     step: StepNow | None
+    end: ExitFacts | None = None
 
 
 @dataclass(slots=True)
@@ -74,6 +78,7 @@ class MemberNow:
     send: int | None
     recv: int | None
     idle_seq: int | None
+    errors: int | None
     measured_at: float
 
 
@@ -221,6 +226,8 @@ class JobHistory:
             return None
         if known is not None and at < known.measured_at:
             return rank
+        if known is not None and at == known.measured_at and row["process_state"] == ord("X"):
+            return None  # left behind by a process that another has taken the place of
         self.world_size = world if self.world_size is None else max(self.world_size, world)
         letter = int(row["process_state"])
         gpu = int(row["gpu"])
@@ -233,6 +240,7 @@ class JobHistory:
             process_state=chr(letter) if 32 < letter < 127 else "",
             measured_at=at,
             step=step_of_row(row),
+            end=_end_of_row(row, at),
         )
         return rank
 
@@ -263,6 +271,7 @@ class JobHistory:
                 send=_known(int(row["send"])),
                 recv=_known(int(row["recv"])),
                 idle_seq=_known_long(int(row["idle_seq"])),
+                errors=_known(int(row["errors"])),
                 measured_at=at,
             )
         return comm, position
@@ -288,6 +297,19 @@ class JobHistory:
         """Rounds that all known members ended, over all communicators."""
         return sum(comm.rounds_seen for comm in self.comms.values())
 
+    def exits(self) -> tuple[ExitFacts, ...]:
+        """Of the ranks that have ended, by rank; times from when the first of them did."""
+        ends = [rank.end for _, rank in sorted(self.ranks.items()) if rank.end is not None]
+        zero = min((end.ended_ms for end in ends if end.ended_ms is not None), default=0.0)
+        return tuple(
+            end if end.ended_ms is None else msgspec.structs.replace(end, ended_ms=end.ended_ms - zero) for end in ends
+        )
+
+    def all_gone(self) -> bool:
+        """Whether the processes of all ranks have ended, as far as their nodes have told."""
+        gone = [rank.process_state == "X" or rank.end is not None for rank in self.ranks.values()]
+        return len(gone) == self.world_size and all(gone)
+
     def nodes(self) -> list[str]:
         """Names of the nodes that spoke for this attempt, sorted."""
         return sorted({rank.node for rank in self.ranks.values()})
@@ -295,6 +317,26 @@ class JobHistory:
     def stale(self, now: float) -> list[int]:
         """Ranks whose newest words are too old to judge by, sorted."""
         return sorted(r.rank for r in self.ranks.values() if now - r.measured_at > self.limits.stale_after_s)
+
+
+def _end_of_row(row: np.void, at: float) -> ExitFacts | None:
+    """What a row tells of its process's end."""
+
+    def told(name: str) -> int | None:
+        value = int(row[name])
+        return None if value == null_of(wire.RANK_DTYPE[name]) else value
+
+    ended_us, code, signal = told("ended_us"), told("exit_code"), told("exit_signal")
+    if ended_us is None:
+        return None
+    return ExitFacts(
+        world_rank=int(row["rank"]),
+        pid=int(row["pid"]),
+        ended_ms=max(0.0, at * 1e3 - ended_us / 1e3),
+        exit_code=code if code is not None and code <= 255 else None,
+        signal=signal if signal is not None and 0 < signal < 128 else None,
+        oom_kills=told("oom_kills"),
+    )
 
 
 def _known(value: int) -> int | None:

@@ -94,7 +94,8 @@ class Now:
     """The newest words of each lane (M,). `heard`: the lane's rank spoke of it in its newest frame.
 
     `done`: rounds 0..done are complete; `seq`: the newest round entered or enqueued (NaN none). `idle_seq`: the rank
-    runs no operation of its library, and this is the newest round of the lane that it ran. `kept_out`: as `presence`
+    runs no operation of its library, and this is the newest round of the lane that it ran. `errors`: rounds of the lane
+    that ended with one, ever. `kept_out`: as `presence`
     tells.
     """
 
@@ -108,6 +109,7 @@ class Now:
     recv: Floats
     signature: Ints
     idle_seq: Floats
+    errors: Floats
     kept_out: Bools
 
     @property
@@ -238,6 +240,7 @@ def newest(lanes: Lanes) -> Now:
         recv=spread(frames.recv),
         signature=signature,
         idle_seq=spread(frames.idle_seq),
+        errors=spread(frames.errors),
         kept_out=np.zeros(lanes.count, np.bool_),
     )
 

@@ -25,6 +25,7 @@ from diagnosis.engine.gathered import PINGS_KEPT_S
 from diagnosis.engine.history import CommHistory, Floats, JobHistory, MemberNow, Window
 from diagnosis.engine.thresholds import Thresholds
 from diagnosis.engine.verdict import judge
+from diagnosis.evidence.signatures import NOT_TOLD
 
 GpusOfNode = Mapping[str, Mapping[int, GpuFacts]]
 """Fresh NVML facts by node and GPU index; a node or GPU that is absent told nothing lately."""
@@ -78,6 +79,20 @@ def examine(history: JobHistory, gpus: GpusOfNode, now: float) -> Judged:
         usual_ms = history.steps.usual_ms(began)
         return _judge(replace(incident, job=replace(incident.job, step_ms=np.nan if usual_ms is None else usual_ms)))
     return Judged(Verdict(job_id=history.job_id, anomaly="none", unseen=list(notes)), None)
+
+
+def examine_ended(
+    history: JobHistory, gpus: GpusOfNode, now: float, ended: str, lost_nodes: Iterable[str] = ()
+) -> Judged:
+    """The verdict on an attempt that has ended; `ended` as in `Incident`. The last words of every rank count, old as
+    they may be, and what each ran last, whether it came to its end or not."""
+    rows = [
+        (member.rank, 0, number, _now_of(member, now, 0, 0))
+        for number, comm in enumerate(history.comms.values())
+        for member in comm.members.values()
+    ]
+    incident = _incident(history, rows, gpus, now, _unseen(history, now), history.limits, now, over=True)
+    return _judge(replace(incident, ended=ended, lost_nodes=tuple(sorted(lost_nodes))))
 
 
 def incident_of(history: JobHistory, gpus: GpusOfNode, now: float) -> Incident:
@@ -219,6 +234,7 @@ def _now_of(member: MemberNow, now: float, entered_by_all: int, entered_by_any: 
         "send": np.nan if member.send is None else float(member.send),
         "recv": np.nan if member.recv is None else float(member.recv),
         "idle_seq": np.nan if member.idle_seq is None else float(member.idle_seq),
+        "errors": np.nan if member.errors is None else float(member.errors),
     }
 
 
@@ -266,6 +282,7 @@ def _incident(
     notes: tuple[str, ...],
     limits: Thresholds,
     pinged_since: float,
+    over: bool = False,
 ) -> Incident:
     job, topology = _job(history), history.paths_above
     comms = list(history.comms.values())
@@ -281,7 +298,7 @@ def _incident(
             algo=("",) * count,
             transport=("NET",) * count,
         ),
-        frames=_frames(history, rows),
+        frames=_frames(history, rows, over),
         process_state={rank.rank: rank.process_state for rank in history.ranks.values() if rank.process_state},
         nvml=_nvml(gpus, job.node_names),
         ib=history.network.ports(job.node_names, now, limits.stale_after_s),
@@ -291,6 +308,7 @@ def _incident(
         ras=history.witnessed.ras_since(history.quiet_since),
         flights=history.witnessed.flights_since(history.quiet_since),
         processes=history.witnessed.processes_since(history.quiet_since),
+        exits=history.exits(),
     )
 
 
@@ -306,14 +324,14 @@ def _job(history: JobHistory) -> Job:
     return Job(job_id=history.job_id, world_size=world, node_names=names, node=node, gpu=gpu, nic_of_gpu=nics)
 
 
-def _frames(history: JobHistory, rows: _Rows) -> Frames:
+def _frames(history: JobHistory, rows: _Rows, over: bool) -> Frames:
     rows = sorted(rows, key=lambda row: row[:3])
     keys = [row[:2] for row in rows]
     frames = list(dict.fromkeys(keys))
     place = {key: number for number, key in enumerate(frames)}
     comms = list(history.comms.values())
     operation = {
-        (member.rank, number): _operation(member)
+        (member.rank, number): _operation(member, over)
         for number, comm in enumerate(comms)
         for member in comm.members.values()
     }
@@ -346,17 +364,22 @@ def _frames(history: JobHistory, rows: _Rows) -> Frames:
         dur_max_ms=column("dur_max_ms"),
         gap_ms=column("gap_ms"),
         idle_seq=column("idle_seq"),
+        errors=column("errors"),
     )
 
 
-def _operation(member: MemberNow) -> str:
-    """The operation of a member's open round as text, "" where it is not told or lies behind others.
+def _operation(member: MemberNow, over: bool) -> str:
+    """The operation of a member's open round as text, "" where it is not told or lies behind others. Of a job that is
+    `over`: of its newest round, since an error ends a round as well.
 
     The probe's hash over all that must agree (type, reduction, root) stands where the type of the elements would.
     """
-    if member.signature is None or member.done_seq is None or member.seq != member.done_seq + 1:
+    is_open = member.done_seq is not None and member.seq == member.done_seq + 1
+    if member.signature is None or not (is_open or over) or member.seq == 0:
         return ""
-    return f"{_OPS.get(member.op, 'UNKNOWN')} hash:{member.signature:#x} {member.count}"
+    # The hash leaves the count of an all-to-all out, for each member may choose it.
+    count = NOT_TOLD if member.op == Op.ALL_TO_ALL else member.count
+    return f"{_OPS.get(member.op, 'UNKNOWN')} hash:{member.signature:#x} {count}"
 
 
 def _nvml(gpus: GpusOfNode, names: tuple[str, ...]) -> HealthTable:

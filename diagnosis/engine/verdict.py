@@ -1,6 +1,7 @@
 """From one incident to one verdict. Pure: the same inputs give the same verdict.
 
-The order of questions: does anything stand still (hang)? Is the job slower than it was (slow)? Else nothing is wrong.
+The order of questions: has the job ended (failed)? Does anything stand still (hang)? Is the job slower than it was
+(slow)? Else nothing is wrong.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import numpy as np
 
 from diagnosis.contracts.incident import Incident
 from diagnosis.contracts.verdict import Verdict
-from diagnosis.engine import hang_verdict, probes, slow_verdict
+from diagnosis.engine import ended, hang_verdict, probes, slow_verdict
 from diagnosis.engine.blame import Blame, attribute
 from diagnosis.engine.lanes import Lanes, lay_out
 from diagnosis.engine.ras import bear_witness
@@ -55,6 +56,8 @@ def analyse(incident: Incident, limits: Thresholds | None = None) -> Analysis:
 def _analyse(incident: Incident, limits: Thresholds) -> Analysis:
     lanes = lay_out(incident)
     unseen = unseen_of(lanes)
+    if incident.ended:
+        return Analysis(ended.decide(lanes, limits, unseen), lanes)
     stall = find_stall(lanes, limits)
     if stall is not None:
         verdict = bear_witness(incident, hang_verdict.decide(lanes, stall, limits, unseen))

@@ -123,15 +123,15 @@ def _find_divergence(lanes: Lanes, stall: Stall) -> None:
     """H2: in one round of one communicator, members run different operations."""
     now, kind = stall.now, lanes.incident.communicators.kind
     counted = now.heard & (now.signature >= 0) & ~np.isnan(now.seq) & (kind[lanes.comm] != Kind.P2P)
-    for comm in np.flatnonzero(stall.stalled & _differ(lanes, now, counted)):
+    for comm in np.flatnonzero(stall.stalled & differ(lanes, now, counted)):
         members = lanes.of_comm(int(comm))
         lanes_here = np.arange(members.start, members.stop)[counted[members]]
         pending_seq = now.seq[lanes_here[now.pending[lanes_here]]]
         for seq in np.unique(pending_seq):
-            _vote(lanes, stall, int(comm), lanes_here[now.seq[lanes_here] == seq])
+            vote(lanes, stall, int(comm), lanes_here[now.seq[lanes_here] == seq])
 
 
-def _differ(lanes: Lanes, now: Now, counted: Bools) -> Bools:
+def differ(lanes: Lanes, now: Now, counted: Bools) -> Bools:
     """Communicators whose counted members do not all tell the same operation (C,)."""
     told = now.signature.astype(np.float64)
     least = lanes.over_members(np.where(counted, told, np.inf), np.minimum)
@@ -139,7 +139,8 @@ def _differ(lanes: Lanes, now: Now, counted: Bools) -> Bools:
     return np.asarray(most > least)
 
 
-def _vote(lanes: Lanes, stall: Stall, comm: int, here: Longs) -> None:
+def vote(lanes: Lanes, stall: Stall, comm: int, here: Longs) -> None:
+    """Who of the lanes `here`, all in one round, runs another operation than most: into `stall`, or `undecided`."""
     now, words = stall.now, lanes.incident.frames.signatures
     votes = Counter(int(code) for code in now.signature[here]).most_common()
     if len(votes) < 2:

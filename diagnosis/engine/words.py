@@ -86,6 +86,13 @@ def hang_summary(class_: str | None, culprits: list[Culprit], action: Action, qu
     return f"{quiet}: {_who(culprits)} ({how})."
 
 
+def failed_summary(culprits: list[Culprit], action: Action, why: str) -> str:
+    """The sentence of a job that ended by itself."""
+    if not culprits:
+        return f"The job ended by itself and the evidence names nobody; collect {action.collect or 'more'}."
+    return f"The job ended by itself: {_who(culprits)}{f' ({why})' if why else ''}."
+
+
 def slow_summary(ratio: float, lost_ms: float, culprits: list[Culprit], action: Action) -> str:
     """The sentence of a slow-down."""
     rate = f"Steps take {ratio:.2f} times as long as before ({lost_ms:.0f} ms lost a step)"

@@ -20,8 +20,9 @@ FABRIC: Final = "fabric.json"
 RAS: Final = "ras.json"
 FLIGHTS: Final = "flights.jsonl"
 PROCESSES: Final = "processes.jsonl"
+EXITS: Final = "exits.jsonl"
 PROBE: Final = "probe"
-NAMES: Final = (JOB, COMMUNICATORS, FRAMES, SUMMARIES, HEALTH, FABRIC, RAS, FLIGHTS, PROCESSES)
+NAMES: Final = (JOB, COMMUNICATORS, FRAMES, SUMMARIES, HEALTH, FABRIC, RAS, FLIGHTS, PROCESSES, EXITS)
 
 STATES: Final = {"running": State.RUNNING, "enqueued": State.ENQUEUED, "done": State.DONE, "none": State.NONE}
 KINDS: Final = {"collective": Kind.COLLECTIVE, "p2p": Kind.P2P}
@@ -40,6 +41,7 @@ ROW_NUMBERS: Final = (
     "dur_max_ms",
     "gap_ms",
     "idle_seq",
+    "errors",
 )
 """Measured columns of a row of a frame; none of them can be negative."""
 
@@ -118,6 +120,7 @@ class RowLine(msgspec.Struct, gc=False):
     dur_max_ms: float | None = None
     gap_ms: float | None = None
     idle_seq: float | None = None
+    errors: float | None = None
 
 
 class FrameLine(msgspec.Struct):
@@ -203,6 +206,8 @@ class JobFile(msgspec.Struct):
     step_ms: float | None = None
     thresholds: dict[str, float | None] | None = None
     unseen: list[str | None] | None = None
+    ended: str | None = None
+    lost_nodes: list[str | None] | None = None
 
 
 def whole_numbers(value: object) -> list[int] | None:

@@ -7,13 +7,14 @@ from typing import Final, Generic, TypeVar
 
 import msgspec
 
+from diagnosis.contracts.exits import ExitFacts
 from diagnosis.contracts.gathered import FlightFacts, ProcessFacts, RasFacts, RasProcess, RasRank, ras_within_limits
 from diagnosis.contracts.incident import WORLD_MAX
 from diagnosis.evidence.notes import Notes
 from diagnosis.evidence.ras.answer import map_ranks
 from diagnosis.evidence.values import MALFORMED
 
-Line = TypeVar("Line", FlightFacts, ProcessFacts)
+Line = TypeVar("Line", FlightFacts, ProcessFacts, ExitFacts)
 _RAS: Final = msgspec.json.Decoder(RasFacts)
 
 

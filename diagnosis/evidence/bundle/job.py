@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from diagnosis.contracts.exits import ENDED_WORDS
 from diagnosis.contracts.incident import UNKNOWN, WORLD_MAX, Ints, Job
 from diagnosis.evidence.bundle import files
 from diagnosis.evidence.bundle.files import JobFile
@@ -23,12 +24,14 @@ _DECODER = Decoder(
         "nic_of_gpu": files.mended_map,
         "thresholds": files.mended_numbers,
         "unseen": files.mended_names,
+        "lost_nodes": files.mended_names,
     },
 )
 _FIDELITIES = ("full", "nccl")
 _GPU_MAX = 1 << 16
 _UNSEEN_MAX, _UNSEEN_CHARS_MAX = 32, 300
 _THRESHOLDS_MAX = 64
+_LOST_MAX = 1024
 
 
 def read_job(file: str, content: bytes, notes: Notes) -> JobFile | None:
@@ -71,6 +74,19 @@ def build_job(raw: JobFile, world: int, nodes: Names, limits: Limits, notes: Not
 def told_unseen(raw: JobFile) -> tuple[str, ...]:
     """What whoever wrote the bundle could not see, in their words."""
     return tuple(line[:_UNSEEN_CHARS_MAX] for line in (raw.unseen or ())[:_UNSEEN_MAX] if line)
+
+
+def told_ended(raw: JobFile, notes: Notes) -> str:
+    """How the job ended, "" where it runs, or ended in a way that is nobody's fault."""
+    if not raw.ended or raw.ended in ENDED_WORDS:
+        return raw.ended or ""
+    notes.add(files.JOB, "ended is no word for a job that ended by itself and passed over")
+    return ""
+
+
+def told_lost_nodes(raw: JobFile) -> tuple[str, ...]:
+    """Nodes that Slurm had lost when the job ended."""
+    return tuple(name for name in (raw.lost_nodes or ())[:_LOST_MAX] if name)
 
 
 def told_thresholds(raw: JobFile, notes: Notes) -> dict[str, float]:

@@ -62,6 +62,7 @@ def _only(incident: Incident, kept: Bools) -> Incident:
         fabric=_fabric(incident.fabric, comms),
         flights=tuple(line for line in incident.flights if kept[line.world_rank]),
         processes=tuple(line for line in incident.processes if kept[line.world_rank]),
+        exits=tuple(line for line in incident.exits if kept[line.world_rank]),
         unseen=(note, *incident.unseen),
     )
 

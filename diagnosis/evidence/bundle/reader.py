@@ -14,6 +14,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from diagnosis.contracts.exits import ExitFacts
 from diagnosis.contracts.gathered import FlightFacts, ProcessFacts, RasFacts
 from diagnosis.contracts.incident import Incident
 from diagnosis.evidence.bundle import files
@@ -23,7 +24,15 @@ from diagnosis.evidence.bundle.files import FabricFile, JobFile
 from diagnosis.evidence.bundle.frames import FrameTable
 from diagnosis.evidence.bundle.gathered import RankLines, read_ras, within_world
 from diagnosis.evidence.bundle.health import HealthTables
-from diagnosis.evidence.bundle.job import build_job, read_job, told_thresholds, told_unseen, world_size
+from diagnosis.evidence.bundle.job import (
+    build_job,
+    read_job,
+    told_ended,
+    told_lost_nodes,
+    told_thresholds,
+    told_unseen,
+    world_size,
+)
 from diagnosis.evidence.bundle.summaries import SummaryTable
 from diagnosis.evidence.limits import DEFAULT, Allowance, Limits, Names
 from diagnosis.evidence.lines import document, numbered_lines
@@ -49,6 +58,7 @@ class BundleReader:
         self._health = HealthTables(self._node_names, limits, self.notes)
         self._flights = RankLines(FlightFacts, limits.observations_max, self.notes)
         self._processes = RankLines(ProcessFacts, limits.observations_max, self.notes)
+        self._exits = RankLines(ExitFacts, limits.observations_max, self.notes)
         self.read: set[str] = set()
 
     def feed(self, kind: str, file: str, chunks: Iterable[bytes]) -> None:
@@ -73,6 +83,7 @@ class BundleReader:
                 files.HEALTH: self._health.read,
                 files.FLIGHTS: self._flights.read,
                 files.PROCESSES: self._processes.read,
+                files.EXITS: self._exits.read,
             }[kind](file, lines)
         self.read.add(kind)
 
@@ -115,6 +126,9 @@ class BundleReader:
             ras=None if self._ras is None else within_world(self._ras, world),
             flights=self._flights.build(files.FLIGHTS, world),
             processes=self._processes.build(files.PROCESSES, world),
+            ended=told_ended(raw, self.notes),
+            lost_nodes=told_lost_nodes(raw),
+            exits=self._exits.build(files.EXITS, world),
             unseen=self.notes.lines(),
         )
 

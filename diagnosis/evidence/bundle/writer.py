@@ -51,6 +51,7 @@ def write_bundle(incident: Incident) -> dict[str, bytes]:
         out[files.RAS] = msgspec.json.format(msgspec.json.encode(incident.ras), indent=1) + b"\n"
     out[files.FLIGHTS] = b"".join(msgspec.json.encode(line) + b"\n" for line in incident.flights)
     out[files.PROCESSES] = b"".join(msgspec.json.encode(line) + b"\n" for line in incident.processes)
+    out[files.EXITS] = b"".join(msgspec.json.encode(line) + b"\n" for line in incident.exits)
     return {name: content for name, content in out.items() if content}
 
 
@@ -60,7 +61,7 @@ def _lines(items: Iterable[Item]) -> bytes:
 
 def _job(incident: Incident) -> Item:
     job = incident.job
-    return {
+    told: Item = {
         "schema": files.SCHEMA,
         "job_id": job.job_id,
         "world_size": job.world_size,
@@ -73,6 +74,9 @@ def _job(incident: Incident) -> Item:
         "thresholds": dict(incident.thresholds),
         "unseen": list(incident.unseen),
     }
+    if incident.ended:
+        told |= {"ended": incident.ended, "lost_nodes": list(incident.lost_nodes)}
+    return told
 
 
 def _communicators(comms: Communicators) -> Iterator[Item]:
