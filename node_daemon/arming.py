@@ -43,10 +43,11 @@ _log = EventLog("node_daemon.arming")
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One job to be armed: its directory's name and its processes."""
+    """One job to be armed: its directory's name, and its processes as their frames' names tell them: the number in the
+    pid namespace, and that namespace (0: the node's own)."""
 
     job: str
-    pids: tuple[int, ...]
+    named: tuple[tuple[int, int], ...]
     why: str
 
 
@@ -90,8 +91,8 @@ class Arming:
             why = _reason(attempt in self._asked, attempt in still, self._pace[attempt].slower)
             frames = [frame for frame in job.frames if frame.state != STATE_GONE and to_be_asked(frame.header, EVENTS)]
             if why is not None and frames and self._may(job.frames, now_s):
-                pids = tuple(frame.pid for frame in frames)
-                requests.append(Request(f"{job.job_id}.{job.restart}", pids, why))
+                named = tuple((int(frame.header["pid"]), frame.namespace) for frame in frames)
+                requests.append(Request(f"{job.job_id}.{job.restart}", named, why))
         self._asked.clear()
         return requests
 
@@ -111,13 +112,14 @@ class Arming:
         """Ask the probes; how many heard. What cannot be asked is left as it is, and said once in a while."""
         heard = 0
         for request in requests:
-            for pid in request.pids:
+            for pid, namespace in request.named:
+                where = (self._root, self._node, request.job)
                 try:
-                    ask_for_events(self._root, self._node, request.job, pid, EVENTS, ARMED_S, clock_s=self._clock_s)
+                    ask_for_events(*where, pid, EVENTS, ARMED_S, namespace=namespace, clock_s=self._clock_s)
                     heard += 1
                 except (OSError, AgentFault) as error:
                     _log.sparsely("not armed", "a probe could not be asked", job=request.job, error=str(error))
-            _log.info("armed", job=request.job, ranks=len(request.pids), seconds=ARMED_S, why=request.why)
+            _log.info("armed", job=request.job, ranks=len(request.named), seconds=ARMED_S, why=request.why)
         return heard
 
 

@@ -39,10 +39,12 @@ def ask_for_events(
     events: Event,
     seconds: float,
     *,
+    namespace: int = 0,
     clock_s: Callable[[], float] = time.monotonic,
 ) -> Event:
     """Ask the NCCL probe of process `pid` of `job` (`<job_id>.<restart>`) for `events` for so many seconds.
 
+    `pid` and `namespace` are those of the frame's name.
     Returns those that its release allows; it may allow fewer (a user's own mask counts for more). Raises ValueError for
     a time that no probe would follow, OSError where the frame cannot be opened as its owner, and AgentFault (reason
     `owner`, `unreadable`, `version`, ...) where it is not one that can be asked.
@@ -53,15 +55,16 @@ def ask_for_events(
     try:
         about = os.stat(job, dir_fd=node_fd, follow_symlinks=False)
         with acting_as(about.st_uid, about.st_gid):
-            return _write(node_fd, job, about.st_uid, pid, events, int(clock_s() + seconds))
+            name = frame_name(pid, Transport.NCCL, namespace)
+            return _write(node_fd, job, about.st_uid, name, events, int(clock_s() + seconds))
     finally:
         os.close(node_fd)
 
 
-def _write(node_fd: int, job: str, uid: int, pid: int, events: Event, until_s: int) -> Event:
+def _write(node_fd: int, job: str, uid: int, name: str, events: Event, until_s: int) -> Event:
     job_fd = os.open(job, _DIRECTORY, dir_fd=node_fd)
     try:
-        fd = os.open(frame_name(pid, Transport.NCCL), _FILE, dir_fd=job_fd)
+        fd = os.open(name, _FILE, dir_fd=job_fd)
     finally:
         os.close(job_fd)
     try:

@@ -7,7 +7,7 @@ A pidfd becomes readable the moment its process ends. How it ended, the first of
 * the proc connector (`proc_events`), on kernels before that.
 
 What none tells stays unknown. Kills for want of memory are counted at that moment, before the cgroup goes away. A
-process that had ended before it was first seen, and one in a pid namespace of its own, is not watched.
+process that had ended before it was first seen is not watched.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ Everything below the node's directory was made by users and is hostile. Hence:
 A frame is read twice. `enqueued_after` of `probeframe.rounds_of` comes from the second reading, and a round counts only
 where both readings agree, so an entry caught while it was being written is never told. Between the two the kernel is
 asked about the process: one that was gone before the second reading can have written nothing after it. A frame that
-moves on all the same belongs to a process that this daemon cannot see (a pid namespace): its state is unknown, and
-not gone.
+moves on all the same belongs to a process that this daemon cannot see (it runs in a container itself): its state is
+unknown, and not gone.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from diagnosis.contracts import probeframe
 from diagnosis.contracts.errors import AgentFault
 from diagnosis.contracts.report import JOBS_MAX, RANKS_MAX
 from node_daemon.collectors.frame_root import open_node_directory
-from node_daemon.collectors.merge import frame_name, one_per_process
+from node_daemon.collectors.merge import frame_name, namespace_of, one_per_process
 from node_daemon.collectors.owner import acting_as
 from node_daemon.collectors.process import STATE_GONE, STATE_UNKNOWN, Processes
 from node_daemon.log import EventLog
@@ -49,7 +49,7 @@ JOBS_PER_OWNER_MAX: Final = JOBS_MAX // 2
 FRAMES_MAX: Final = RANKS_MAX
 _JOB_NAME: Final = re.compile(r"[1-9]\d{0,9}\.(?:0|[1-9]\d{0,4})", re.ASCII)
 """As TaskProlog writes it and in no other way: `042.0` of another user must not stand beside `42.0` as the same job."""
-_FRAME_NAME: Final = re.compile(r"\d{1,10}(?:\.nccl)?\.frame", re.ASCII)
+_FRAME_NAME: Final = re.compile(r"\d{1,10}(?:-\d{1,10})?(?:\.nccl)?\.frame", re.ASCII)
 _OPEN_DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _OPEN_FILE: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
 _YOUNG: Final = frozenset(("short", "magic"))
@@ -65,6 +65,8 @@ class FrameSample:
     `slots` and `again` are two readings of the same communicators, row by row (SLOT_DTYPE).
 
     `read_ns`: CLOCK_MONOTONIC right after the first reading. `state`: letter of /proc/PID/stat, see `process`.
+    `pid`: the process's number here; `namespace`: its pid namespace where the frame tells one, and then the number that
+    the header tells is the one in there.
     """
 
     pid: int
@@ -74,6 +76,7 @@ class FrameSample:
     header: np.void
     slots: Slots
     again: Slots
+    namespace: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,14 +292,15 @@ class FrameReader:
         first = probeframe.parse(os.pread(fd, probeframe.FILE_BYTES, 0))
         read_ns = self._clock_ns()
         header = first.header
-        pid, start_ticks = int(header["pid"]), int(header["pid_start_ticks"])
-        if frame_name(pid, int(header["transport"])) != file:
+        pid, start_ticks, namespace = int(header["pid"]), int(header["pid_start_ticks"]), namespace_of(file)
+        if frame_name(pid, int(header["transport"]), namespace) != file:
             raise AgentFault(f"{file} says that it is the frame of {pid}", reason="name")
+        pid = self._processes.here(pid, namespace, start_ticks, directory.uid)
         state = self._processes.state(pid, start_ticks, directory.uid)
         second = probeframe.parse(os.pread(fd, probeframe.FILE_BYTES, 0))
         state = self._judge(directory, file, state, second)
         slots, again = _same_communicators(first.slots, second.slots)
-        return FrameSample(pid, start_ticks, state, read_ns, header, slots, again)
+        return FrameSample(pid, start_ticks, state, read_ns, header, slots, again, namespace)
 
     def _judge(self, directory: _Directory, file: str, state: int, frame: probeframe.Frame) -> int:
         """The state to tell; remembers how far the frame of an unseen process is."""

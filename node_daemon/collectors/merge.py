@@ -22,9 +22,17 @@ if TYPE_CHECKING:
 _IDENTITY: Final = ("rank", "world_size", "local_rank", "gpu", "step_id")
 
 
-def frame_name(pid: int, transport: int) -> str:
-    """The file that a process's frame of that transport lies in."""
-    return f"{pid}.nccl.frame" if transport == Transport.NCCL else f"{pid}.frame"
+def frame_name(pid: int, transport: int, namespace: int = 0) -> str:
+    """The file that a process's frame of that transport lies in. `pid`: as the process itself knows it; `namespace`:
+    the inode of its pid namespace where that is not the node's own."""
+    process = f"{pid}-{namespace}" if namespace else f"{pid}"
+    return f"{process}.nccl.frame" if transport == Transport.NCCL else f"{process}.frame"
+
+
+def namespace_of(name: str) -> int:
+    """The pid namespace that a frame's name tells, 0 where it tells none. `name` is well-formed."""
+    _, dash, rest = name.partition("-")
+    return int(rest.partition(".")[0]) if dash else 0
 
 
 def one_per_process(samples: Iterable[FrameSample]) -> list[FrameSample]:
@@ -32,9 +40,9 @@ def one_per_process(samples: Iterable[FrameSample]) -> list[FrameSample]:
 
     At most SLOT_COUNT communicators of a process are told: those that entered a round last.
     """
-    by_process: defaultdict[tuple[int, int], list[FrameSample]] = defaultdict(list)
+    by_process: defaultdict[tuple[int, int, int], list[FrameSample]] = defaultdict(list)
     for sample in samples:
-        by_process[sample.pid, sample.start_ticks].append(sample)
+        by_process[sample.pid, sample.start_ticks, sample.namespace].append(sample)
     return [group[0] if len(group) == 1 else _merged(group) for group in by_process.values()]
 
 

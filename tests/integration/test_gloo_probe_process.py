@@ -96,10 +96,16 @@ def test_without_a_directory_or_when_disabled_the_probe_stays_off(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_missing_directory_never_shows_in_the_job(double: Double, tmp_path: Path) -> None:
-    with running(double, tmp_path / "absent") as program:
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_missing_directory_is_said_once_in_the_job_by_its_first_rank(
+    double: Double, tmp_path: Path, rank: str
+) -> None:
+    absent = tmp_path / "absent"
+    with running(double, absent, {"RANK": rank}) as program:
         one_round(program)
-        assert program.finish() == ""
+        one_round(program)
+        told = f"tocsin: not watched: not there (in a container: not mounted): {absent}\n"
+        assert program.finish() == (told if rank == "0" else "")
 
 
 def test_a_directory_that_is_a_link_is_refused(double: Double, tmp_path: Path) -> None:

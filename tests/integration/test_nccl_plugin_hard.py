@@ -319,7 +319,11 @@ def run_off(double: Double, frames: Path, *wrapper: str, **environment: str) -> 
 
 
 def test_a_missing_directory_is_said_once_and_nowhere_else(double: Double, tmp_path: Path) -> None:
-    assert run_off(double, tmp_path / "absent") == "log: tocsin is off: its frame could not be made\n"
+    absent = tmp_path / "absent"
+    told = f"tocsin: not watched: not there (in a container: not mounted): {absent}\n"
+    off = "log: tocsin is off: its frame could not be made\n"
+    assert run_off(double, absent) == told + off
+    assert run_off(double, absent, RANK="1") == run_off(double, absent, SLURM_PROCID="1") == off
 
 
 def test_a_job_that_wants_no_probe_has_none(double: Double, tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ def test_a_job_in_which_nothing_moves_is_armed_once() -> None:
     node.look()
     node.pass_s(20)
     (request,) = node.pass_s(60, moving=False)
-    assert request == Request("7.2", PIDS, "nothing moves")
+    assert request == Request("7.2", tuple((pid, 0) for pid in PIDS), "nothing moves")
     assert STILL_S <= node.armed_at[0] - 1020.0 <= STILL_S + 1
 
 

@@ -1,6 +1,8 @@
 #include "identity.h"
 
+#include <errno.h>
 #include <fcntl.h>
+#include <inttypes.h>
 #include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -8,6 +10,7 @@
 #include <unistd.h>
 
 enum { kNumberMax = 0x7FFFFFFE };
+static const uint32_t kFirstNamespace = 0xEFFFFFFC;  // the inode of the node's own pid namespace, the same everywhere
 
 // Reads a decimal number at `text` and moves it behind it; -1 and unmoved where there is none or it is too great.
 static int32_t take_number(const char** text) {
@@ -104,6 +107,30 @@ tocsin_identity tocsin_read_identity(int32_t rank, int32_t world_size) {
   return who;
 }
 
+// 0: the node's own, or not known. (Not by sscanf: newer C libraries bind it to a function that older ones lack.)
+static uint32_t pid_namespace(void) {
+  char text[64];
+  const ssize_t length = readlink("/proc/self/ns/pid", text, sizeof text - 1);
+  if (length <= 0) {
+    return 0;
+  }
+  text[length] = '\0';
+  uint32_t inode = 0;
+  for (const char* at = strchr(text, '['); at && *++at >= '0' && *at <= '9';) {
+    inode = inode * 10 + (uint32_t)(*at - '0');
+  }
+  return inode == kFirstNamespace ? 0 : inode;
+}
+
+void tocsin_frame_name(char name[TOCSIN_FRAME_NAME_BYTES], int32_t pid, const char* suffix) {
+  const uint32_t inode = pid_namespace();
+  if (inode) {
+    snprintf(name, TOCSIN_FRAME_NAME_BYTES, "%" PRId32 "-%" PRIu32 "%s", pid, inode, suffix);
+  } else {
+    snprintf(name, TOCSIN_FRAME_NAME_BYTES, "%" PRId32 "%s", pid, suffix);
+  }
+}
+
 uint64_t tocsin_read_start_ticks(void) {
   char text[1024];
   const int fd = open("/proc/self/stat", O_RDONLY | O_CLOEXEC);
@@ -137,13 +164,26 @@ const char* tocsin_frame_directory(void) {
   return directory && *directory && !off ? directory : NULL;
 }
 
-void tocsin_debug_line(const char* text) {
-  if (!getenv("TOCSIN_PROBE_DEBUG")) {
-    return;
-  }
-  char line[256];
-  const int length = snprintf(line, sizeof line, "tocsin probe[%d]: %s\n", getpid(), text);
+static void say(const char* prefix, const char* text) {
+  char line[512];
+  const int length = snprintf(line, sizeof line, "%s%s\n", prefix, text);
   const size_t kept = length < (int)sizeof line ? (size_t)length : sizeof line - 1;
   const ssize_t written = write(STDERR_FILENO, line, kept);
   (void)written;
+}
+
+void tocsin_say_absent(const char* directory) {
+  const bool first = tocsin_env_number("RANK") <= 0 && tocsin_env_number("LOCAL_RANK") <= 0 &&
+                     tocsin_env_number("SLURM_PROCID") <= 0;
+  if (first && access(directory, F_OK) != 0 && errno == ENOENT) {
+    say("tocsin: not watched: not there (in a container: not mounted): ", directory);
+  }
+}
+
+void tocsin_debug_line(const char* text) {
+  if (getenv("TOCSIN_PROBE_DEBUG")) {
+    char prefix[64];
+    snprintf(prefix, sizeof prefix, "tocsin probe[%d]: ", getpid());
+    say(prefix, text);
+  }
 }

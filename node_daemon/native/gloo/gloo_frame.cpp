@@ -50,10 +50,11 @@ __attribute__((constructor)) void watch_forks() {
 }
 
 Frame* map_frame(const char* directory, int32_t pid) {
-  char name[32];
-  snprintf(name, sizeof name, "%d.frame", pid);
+  char name[TOCSIN_FRAME_NAME_BYTES];
+  tocsin_frame_name(name, pid, ".frame");
   void* memory = tocsin_map_frame_file(directory, name, sizeof(Frame));
   if (!memory) {
+    tocsin_say_absent(directory);
     tocsin_debug_line("no frame: the file could not be made");
   }
   return static_cast<Frame*>(memory);

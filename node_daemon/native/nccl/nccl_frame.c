@@ -128,11 +128,12 @@ static bool set_up(int32_t rank, int32_t ranks, nccl_log log, uint32_t interface
     say_once(log, "tocsin is off: TOCSIN_FRAME_DIR is not set, or TOCSIN_DISABLE is");
     return false;
   }
-  char name[32];
+  char name[TOCSIN_FRAME_NAME_BYTES];
   g_pid = getpid();
-  snprintf(name, sizeof name, "%d.nccl.frame", g_pid);
+  tocsin_frame_name(name, g_pid, ".nccl.frame");
   nccl_frame* made = tocsin_map_frame_file(directory, name, sizeof *made);
   if (!made) {
+    tocsin_say_absent(directory);
     say_once(log, "tocsin is off: its frame could not be made");
     return false;
   }
