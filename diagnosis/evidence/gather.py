@@ -12,12 +12,11 @@ from itertools import chain
 from typing import Final
 
 import msgspec
-import numpy as np
 
 from diagnosis.contracts.errors import AgentFault, OperatorFault
-from diagnosis.contracts.incident import UNKNOWN, Incident, Job
+from diagnosis.contracts.incident import Incident
 from diagnosis.contracts.verdict import EvidenceItem, Verdict
-from diagnosis.evidence import operation_times
+from diagnosis.evidence import operation_times, traces
 from diagnosis.evidence.bundle import files
 from diagnosis.evidence.bundle.reader import BundleReader
 from diagnosis.evidence.flight_dump import Dump, read_dump
@@ -57,7 +56,7 @@ class Evidence:
 
 def recognise(name: str, head: bytes) -> str | None:
     """What an input is, from its name and its first bytes: a name of a bundle's file, `PARQUET`, `PICKLE`,
-    `FLIGHT_DUMP`, one of `topology.offline.KINDS`, or None."""
+    `FLIGHT_DUMP`, `traces.KIND`, one of `topology.offline.KINDS`, or None."""
     base = name.rsplit("/", 1)[-1]
     if base in files.NAMES:
         return base
@@ -68,6 +67,8 @@ def recognise(name: str, head: bytes) -> str | None:
     topology = offline.recognise(head)
     if topology is not None or not head.lstrip().startswith(b"{"):
         return topology
+    if (trace := traces.recognise(head)) is not None:
+        return trace
     if any(mark in head for mark in _OF_DUMPS):
         return FLIGHT_DUMP
     keys = _first_keys(head)
@@ -97,6 +98,7 @@ class _Gathering:
         self.entries = 0
         self.verdicts: list[Verdict] = []
         self.topology = offline.ToldTopology(notes)
+        self.traces = traces.Traces(limits, notes)
 
     def take(self, name: str, kind: str | None, chunks: Iterable[bytes]) -> None:
         if kind is None:
@@ -119,6 +121,9 @@ class _Gathering:
         if kind in offline.KINDS:
             self.topology.take(name, kind, content)
             return
+        if kind == traces.KIND:
+            self.traces.take(name, content)
+            return
         raw = load_plain(content) if kind == PICKLE else _json(content)
         dump = read_dump(name, raw, kind == FLIGHT_DUMP, self.notes)
         if dump is None:
@@ -129,6 +134,10 @@ class _Gathering:
         self.dumps.append(dump)
 
     def incident(self) -> Incident | None:
+        """Of the bundle and the dumps, with the summaries of traces."""
+        return self.traces.added_to(self._without_traces())
+
+    def _without_traces(self) -> Incident | None:
         """Of the bundle, of the dumps, or of both: then the bundle's frames count, if it has any."""
         of_bundle = self.topology.lay_out(self.bundle.incident()) if self.bundle.read else None
         if of_bundle is not None and len(of_bundle.frames.rank):
@@ -138,7 +147,7 @@ class _Gathering:
         if of_bundle is None or of_dumps is None:
             return of_bundle or of_dumps
         world = max(of_bundle.job.world_size, of_dumps.job.world_size)
-        job = replace(_padded(of_bundle.job, world), fidelity=of_dumps.job.fidelity)
+        job = replace(traces.padded(of_bundle.job, world), fidelity=of_dumps.job.fidelity)
         return replace(of_bundle, job=job, communicators=of_dumps.communicators, frames=of_dumps.frames, fabric=None)
 
 
@@ -198,8 +207,3 @@ def _json(content: bytes) -> object:
         return loose(content)
     except ValueError as error:
         raise AgentFault(f"it is no JSON: {error}"[:200]) from None
-
-
-def _padded(job: Job, world: int) -> Job:
-    more = np.full(world - job.world_size, UNKNOWN, np.int32)
-    return replace(job, world_size=world, node=np.concatenate([job.node, more]), gpu=np.concatenate([job.gpu, more]))

@@ -21,6 +21,7 @@ import msgspec
 import numpy as np
 
 from diagnosis.contracts.errors import AgentFault
+from diagnosis.contracts.incident import WORLD_MAX
 from diagnosis.contracts.summary import COMM, COMPUTE, HOST, MEMCPY
 from diagnosis.evidence import kineto_names as names
 from diagnosis.evidence.condense import Condensed, Events, Phase, Window, condense
@@ -32,7 +33,6 @@ from diagnosis.evidence.values import integer, loose, mend, number, text
 EVENTS_MAX: Final = 4_000_000
 SLOW_BYTES_MAX: Final = 64 << 20
 LENGTH_US_MAX: Final = 86_400e6
-RANK_MAX: Final = 1 << 21
 _GZIP: Final = b"\x1f\x8b"
 _DEVICE: Final = {"kernel": COMPUTE, "gpu_memcpy": MEMCPY, "memcpy": MEMCPY, "gpu_memset": MEMCPY, "memset": MEMCPY}
 _LAUNCH: Final = frozenset({"cuda_runtime", "cuda_driver", "runtime"})
@@ -140,10 +140,11 @@ def read_trace(file: str, document: bytes, notes: Notes) -> Trace:
     about = told.distributedInfo or Distributed()
     in_name = _RANK_IN_NAME.search(file.rsplit("/", 1)[-1])
     rank = about.rank if about.rank is not None else int(in_name[1]) if in_name else None
-    if rank is not None and not 0 <= rank < RANK_MAX:
+    if rank is not None and not 0 <= rank < WORLD_MAX:
         notes.add(file, "an impossible rank is taken as unknown")
         rank = None
-    return Trace(events, window, rank, about.world_size, unseen)
+    world = about.world_size if about.world_size is not None and 0 < about.world_size <= WORLD_MAX else None
+    return Trace(events, window, rank, world, unseen)
 
 
 def _decoded(file: str, document: bytes, notes: Notes) -> Document:
