@@ -1,4 +1,4 @@
-"""Plays NCCL for the profiler plugin in a container that has no compiler: `drive_plugin.py PLUGIN`, Python 3.6 or newer.
+"""Plays NCCL for the plugin in a container that has no compiler: `drive_plugin.py PLUGIN`, Python 3.6 or newer.
 
 One communicator and one collective through interface 5. Ends with 0 where the plugin told success all along, and prints
 whether it follows the communicator.
@@ -37,7 +37,7 @@ class CollApi(ctypes.Structure):
 def main() -> None:
     """One life of a communicator."""
     interface = (POINTER * 6).in_dll(ctypes.CDLL(sys.argv[1]), "ncclProfiler_v5")
-    init, start, stop, _, finalize = (kind(interface[at + 1]) for at, kind in enumerate(FUNCTIONS))
+    init, start, stop, _, finalize = (kind(interface[at + 1] or 0) for at, kind in enumerate(FUNCTIONS))
     context, handle, mask = POINTER(), POINTER(), ctypes.c_int(0)
     failed = init(ctypes.byref(context), 0xBEEF, ctypes.byref(mask), b"world", 1, 2, 0, None)
     if context.value:

@@ -1,4 +1,4 @@
-"""Both probes in a container with an old C library, by `old_glibc.sh`: attached where the frames can be seen, else off."""
+"""Both probes in a container with an old C library, by `old_glibc.sh`: attached where frames can be seen, else off."""
 
 from __future__ import annotations
 
