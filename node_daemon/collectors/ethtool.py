@@ -15,9 +15,13 @@ import fcntl
 import re
 import socket
 import struct
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
+EVERY_S: Final = 10.0
+PORTS_MAX: Final = 1024
 STATS_MAX: Final = 16_384
 """Names of one port: a driver that counts per queue has thousands."""
 _SIOCETHTOOL: Final = 0x8946
@@ -62,19 +66,30 @@ class _Chosen:
 
 
 class PortStatistics:
-    """Reads ports by name. Names are asked for once, numbers each time."""
+    """Reads ports by name. Names are asked for once, numbers every `every_s`: some drivers ask their firmware for them,
+    and hold a lock meanwhile."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, every_s: float = EVERY_S, clock: Callable[[], float] = time.monotonic) -> None:
+        self._every_s, self._clock = every_s, clock
         self._chosen: dict[str, _Chosen] = {}
+        self._newest: dict[str, tuple[float, dict[str, int]]] = {}
 
     def read(self, port: str) -> dict[str, int]:
         """Fact to counter, as far as the driver tells; empty where it tells nothing, or there is no such port."""
+        now = self._clock()
+        read_at, told = self._newest.get(port, (now - self._every_s, {}))
+        if now - read_at < self._every_s:
+            return told
         try:
             with socket.socket(socket.AF_INET, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as any_socket:
-                return self._read(any_socket, port)
+                told = self._read(any_socket, port)
         except OSError:
             self._chosen.pop(port, None)
-            return {}
+            told = {}
+        if len(self._newest) >= PORTS_MAX:
+            self._newest.clear()
+        self._newest[port] = (now, told)
+        return told
 
     def _read(self, any_socket: socket.socket, port: str) -> dict[str, int]:
         told = _ask(any_socket, port, struct.pack("=I", _GDRVINFO), _DRVINFO_BYTES)

@@ -68,7 +68,7 @@ def test_what_the_switch_loses_at_random_is_counted(network: Network) -> None:
 
 def test_the_ioctl_s_numbers_are_the_driver_s(network: Network, monkeypatch: pytest.MonkeyPatch) -> None:
     """A virtual wire knows no pause frames, but the index of its other end, which the switch's namespace confirms."""
-    statistics = PortStatistics()
+    statistics = PortStatistics(every_s=0)
     assert in_namespace(network.namespace(ONE), lambda: statistics.read("eth0")) == {}
     monkeypatch.setitem(ethtool.NAMES, "veth", {"rx_pause": "peer_ifindex"})
     told = in_namespace(network.namespace(ONE), lambda: statistics.read("eth0"))

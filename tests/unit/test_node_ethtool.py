@@ -50,22 +50,32 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
 
 
 def test_counters_of_all_priorities_are_added_and_names_are_asked_for_once(kernel: Kernel) -> None:
-    statistics = PortStatistics()
+    statistics = PortStatistics(every_s=0)
     assert statistics.read("eth0") == {"rx_pause": 42}
     kernel.stats["rx_prio4_pause"] = 5
     assert statistics.read("eth0") == {"rx_pause": 45}
     assert kernel.asked.count(0x1B) == 1
 
 
+def test_a_driver_is_not_asked_more_often_than_it_may_be(kernel: Kernel) -> None:
+    times = iter([0.0, 9.0, 10.0])
+    statistics = PortStatistics(every_s=10, clock=times.__next__)
+    told = []
+    for frames in (2, 5, 7):
+        kernel.stats["rx_prio4_pause"] = frames
+        told.append(statistics.read("eth0")["rx_pause"])
+    assert told == [42, 42, 47]
+
+
 def test_a_driver_that_is_set_up_anew_is_asked_for_its_names_again(kernel: Kernel) -> None:
-    statistics = PortStatistics()
+    statistics = PortStatistics(every_s=0)
     statistics.read("eth0")
     kernel.stats = {"tx_global_pause": 3, "rx_global_pause": 4}
     assert statistics.read("eth0") == {"tx_pause": 3, "rx_pause": 4}
 
 
 def test_what_a_port_does_not_tell_is_unknown_and_not_zero(kernel: Kernel) -> None:
-    statistics = PortStatistics()
+    statistics = PortStatistics(every_s=0)
     assert statistics.read("eth1") == {}
     kernel.driver = "veth"
     assert statistics.read("eth0") == {}
