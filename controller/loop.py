@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final, Protocol, cast
 
@@ -21,6 +21,7 @@ from controller.acting import Actor
 from controller.captures import Captures
 from controller.control.pause import Pause
 from controller.control.status import LoopStatus
+from controller.ended import Over, examine_running, is_just_slow
 from controller.gathered import GatheredParts
 from controller.gathering import Channels, Gathering
 from controller.registry import Attempt, Registry, current
@@ -28,10 +29,10 @@ from controller.settings import Settings
 from controller.store.base import Incident, OutcomeWord, Store
 from diagnosis.contracts.control import Evidence
 from diagnosis.contracts.errors import OperatorFault, SlurmFault
-from diagnosis.contracts.verdict import Verdict, says_the_same
-from diagnosis.engine.live import Judged, examine, suspects, suspicion
+from diagnosis.contracts.verdict import Verdict, says_the_same, worth_an_incident
+from diagnosis.engine.live import Judged, suspects, suspicion
 from remediation.backends.base import SlurmBackend
-from remediation.policy.case import Case, Finished
+from remediation.policy.case import Finished
 from remediation.policy.decide import Decision, decide
 from remediation.policy.facts import Finding
 from remediation.policy.guards import DAY_S, held_by_us
@@ -180,13 +181,16 @@ class ControlLoop:
             with self._guarded(f"job {attempt[0]}"):
                 self._suspect(attempt, now)
                 await self._consider(attempt, verdict, world)
+        for over in self._registry.ended.due(self._registry.heard(), now):
+            with self._guarded(f"job {over.attempt[0]}"):
+                await self._conclude(over, world, now)
         self._parts.hold(self._registry.arrivals(), self._registry.histories.keys())
         for attempt, incident in list(self._open.items()):
             with self._guarded(f"incident {incident.id}"):
                 await self._keep_parts(attempt, incident, now)
                 if incident.phase == "acting":
                     await self._advance(incident)
-                elif attempt not in self.verdicts:
+                elif attempt not in self.verdicts and attempt not in self._registry.ended:
                     await self._leave(attempt, incident, world)
         return self._sentence()
 
@@ -196,7 +200,7 @@ class ControlLoop:
         for attempt, history in self._registry.histories.items():
             if current(world.jobs.get(attempt[0]), attempt):
                 with self._guarded(f"job {attempt[0]}"):
-                    judged = self._judged[attempt] = examine(history, gpus, now)
+                    judged = self._judged[attempt] = examine_running(history, gpus, now)
                     self.verdicts[attempt] = judged.verdict
 
     async def _look(self) -> World:
@@ -233,6 +237,17 @@ class ControlLoop:
         elif incident.phase == "open":
             await self._decide_again(attempt, incident, verdict, world, since)
 
+    async def _conclude(self, over: Over, world: World, now: float) -> None:
+        """The verdict on an attempt that is over. An open incident says already why, unless it was just slow."""
+        attempt, incident = over.attempt, self._open.get(over.attempt)
+        if attempt[0] not in world.jobs or (incident is not None and not is_just_slow(incident)):
+            return
+        judged = self._judged[attempt] = over.examine(self._registry.gpus(now), now)
+        if worth_an_incident(judged.verdict):
+            if incident is not None:
+                await self._leave(attempt, incident, world)
+            await self._open_incident(attempt, judged.verdict, world, now)
+
     def _stands_since(self, attempt: Attempt, verdict: Verdict, now: float) -> float:
         names = (verdict.class_, tuple(sorted((c.kind, c.rank, c.node, c.cause) for c in verdict.culprits)))
         known = self._since.get(attempt)
@@ -251,7 +266,7 @@ class ControlLoop:
             submit_time=job.submit_time if job else "",
             restart=attempt[1],
             since=since,
-            open_cases=tuple(_cases(self._open.values())),
+            open_cases=tuple(one.case for one in self._open.values() if one.phase == "acting" and one.case),
             recent=tuple(await self._store.acts_since(now - DAY_S)),
             given_up=self._given_up.get(attempt),
         )
@@ -381,13 +396,3 @@ class ControlLoop:
         paused = "PAUSE: " if self._pause.state() is not None or self._policy().paused else ""
         watched = f"{len(self.verdicts)} job{'s' if len(self.verdicts) != 1 else ''} watched"
         return f"{paused}{watched}, {sick} with an anomaly, {acting} being acted on"
-
-
-def worth_an_incident(verdict: Verdict) -> bool:
-    """A job that hangs always is; one that is slow only where something in it can be named."""
-    named = any(culprit.kind != "job" for culprit in verdict.culprits)
-    return verdict.anomaly == "hang" or (verdict.anomaly == "slow" and named)
-
-
-def _cases(incidents: Iterable[Incident]) -> list[Case]:
-    return [incident.case for incident in incidents if incident.phase == "acting" and incident.case is not None]

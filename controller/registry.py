@@ -15,6 +15,7 @@ from typing import Final
 import msgspec
 import structlog
 
+from controller.ended import EndedAttempts
 from diagnosis.contracts import report as wire
 from diagnosis.contracts.columns import unpack
 from diagnosis.contracts.gathered import Gathered, unpack_all
@@ -109,6 +110,7 @@ class Registry:
         self.histories: dict[Attempt, JobHistory] = {}
         self.unconfirmed: set[Attempt] = set()
         self._asked: set[Attempt] = set()
+        self.ended = EndedAttempts()
         self._arrived: deque[Arrived] = deque(maxlen=ARRIVED_MAX)
         self._passed_over: set[str] = set()
         self._world: World | None = None
@@ -176,13 +178,17 @@ class Registry:
 
     def _observe(self, report: Report, sample: JobSample, measured_at: float) -> None:
         attempt = (sample.job_id, sample.restart)
+        over = self.ended.history(attempt, report.node, sample.uid)
+        if over is not None:
+            over.observe(report.node, report.boot_id, sample, measured_at, report.network)
+            return
         job = self._world.jobs.get(sample.job_id) if self._world else None
         if job is None or (job.restarts or 0) < sample.restart or report.node not in job.nodes:
             # Slurm is asked early, but once: the frames of an ended job, and what users make up, are told for long.
             if attempt not in self._asked and len(self.unconfirmed) < wire.JOBS_MAX:
                 self.unconfirmed.add(attempt)
             return
-        if job.restarts != sample.restart or job.uid != sample.uid:
+        if job.ended or job.restarts != sample.restart or job.uid != sample.uid:
             return
         history = self.histories.get(attempt)
         if history is None:
@@ -201,12 +207,17 @@ class Registry:
         for attempt, history in list(self.histories.items()):
             job = world.jobs.get(attempt[0])
             if job is None or job.ended or job.restarts != attempt[1]:
+                self.ended.take(history, job, world)
                 del self.histories[attempt]
             elif _outgrown(history):
                 _log.warning("watched anew: too many communicators", job=attempt[0], restart=attempt[1])
                 del self.histories[attempt]
         for name in [name for name in self.nodes if name not in world.nodes]:
             del self.nodes[name]
+
+    def heard(self) -> dict[str, float]:
+        """When the newest report of each node was made."""
+        return {name: node.measured_at for name, node in self.nodes.items()}
 
     def gpus(self, now: float) -> dict[str, dict[int, GpuFacts]]:
         """Fresh NVML facts by node and index."""

@@ -20,7 +20,8 @@ SIGNATURE = 0x1234
 
 @dataclass
 class SimRank:
-    """State of one rank as its frame would tell it. Times in ms on the job's own clock."""
+    """State of one rank as its frame would tell it. Times in ms on the job's own clock. `ended`: when, and its
+    signal or its exit code."""
 
     rank: int
     node: str
@@ -32,6 +33,8 @@ class SimRank:
     running: bool = False
     state: str = "S"
     signature: int = SIGNATURE
+    errors: int = 0
+    ended: tuple[float, int | None, int | None] | None = None
     rounds: list[tuple[int, float, float]] = field(default_factory=list)
 
 
@@ -72,6 +75,17 @@ class SimJob:
         for number in inside:
             self.ranks[number].state = "T"
 
+    def kill(self, number: int, signal: int = 9, others_code: int = 1) -> None:
+        """A signal ends one rank in the middle of the next collective; half a second later all others have exited."""
+        for rank in self.ranks:
+            rank.seq += 1
+            rank.since_ms, rank.state = self.now_ms, "X"
+            if rank.rank == number:
+                rank.running, rank.ended = True, (self.now_ms, signal, None)
+            else:
+                rank.done, rank.errors = rank.seq, 1
+                rank.ended = (self.now_ms + 500 + rank.rank, None, others_code)
+
     def sample(self, node: str) -> wire.JobSample:
         """What the daemon of `node` says now; rounds are told once."""
         here = [rank for rank in self.ranks if rank.node == node]
@@ -90,6 +104,14 @@ class SimJob:
             comms[row]["seq"], comms[row]["done_seq"] = rank.seq, rank.done
             comms[row]["age_us"] = int((self.now_ms - rank.since_ms) * 1000)
             comms[row]["signature"] = rank.signature
+            comms[row]["errors"] = rank.errors
+            if rank.ended is not None:
+                at_ms, signal, code = rank.ended
+                ranks["ended_us"][row] = max(0, int((self.now_ms - at_ms) * 1000))
+                if signal is not None:
+                    ranks["exit_signal"][row] = signal
+                if code is not None:
+                    ranks["exit_code"][row] = code
             told += [(row, seq, int(gap * 1000), int(dur * 1000), SIGNATURE) for seq, gap, dur in rank.rounds]
             rank.rounds = []
         rounds = np.array(told, wire.ROUND_DTYPE) if told else np.zeros(0, wire.ROUND_DTYPE)

@@ -106,6 +106,12 @@ def says_the_same(one: Verdict, other: Verdict) -> bool:
     return (one.class_, one.action) == (other.class_, other.action) and named[0] == named[1]
 
 
+def worth_an_incident(verdict: Verdict) -> bool:
+    """A job that hangs or failed always is; one that is slow only where something in it can be named."""
+    named = any(culprit.kind != "job" for culprit in verdict.culprits)
+    return verdict.anomaly in ("hang", "failed") or (verdict.anomaly == "slow" and named)
+
+
 def slurm_entity(culprit: Culprit) -> str:
     """The culprit as one word of a Slurm reason: no colon, no space ("GPU5", "mlx5_3", "rank13", a node name)."""
     if culprit.gpu is not None and culprit.domain == "hardware":

@@ -67,8 +67,9 @@ def _rules(verdict: Verdict, policy: Policy) -> Hang | Slow:
 def _calls_for_nothing(verdict: Verdict, policy: Policy) -> str | None:
     """Why there is not even a case to weigh."""
     rules, action = _rules(verdict, policy), verdict.action
-    if verdict.anomaly not in ("hang", "slow"):
-        return f"a job that {verdict.anomaly} is not acted upon"
+    if verdict.anomaly == "failed":
+        hold = f"; a person should hold {', '.join(action.nodes)}" if action.nodes else ""
+        return f"the job has ended, nothing is left to act upon{hold}"
     if rules.act == "notify":
         return f"the policy only tells of a job that is {'slow' if verdict.anomaly == 'slow' else 'hanging'}"
     if not action.requeue or not (action.nodes or action.exclude):

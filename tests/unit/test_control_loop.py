@@ -406,7 +406,7 @@ async def test_a_bug_in_one_cycle_is_told_and_the_next_cycle_runs(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr("controller.loop.examine", lambda *_: 1 / 0)
+        patched.setattr("controller.loop.examine_running", lambda *_: 1 / 0)
         await world.loop.cycle()
         fault = world.loop.status().fault
         assert fault is not None and "bug in tocsin" in fault

@@ -128,7 +128,7 @@ async def test_a_job_that_breaks_the_engine_breaks_it_for_itself_alone(
     world.registry.accept(Report("gpu007", "b", 1, 1, 0, 0, 0, [other.sample("gpu007")]), received_at=0, age_ms=0)
     assert list(world.registry.histories) == [(JOB, 0), (41, 0)]
     world.registry.histories = dict(reversed(world.registry.histories.items()))
-    monkeypatch.setattr("controller.loop.examine", broken)
+    monkeypatch.setattr("controller.loop.examine_running", broken)
     world.sim.hang(absent=[CULPRIT])
     for _ in range(10):
         world.sim.now_ms += 1000

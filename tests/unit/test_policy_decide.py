@@ -143,7 +143,7 @@ def test_nothing_wrong_is_nothing_to_decide() -> None:
         (changed(HANG, action=Action(kind="notify")), "does not call for an act: notify"),
         (changed(HANG, action=Action(kind="collect", collect="stacks of rank 5")), "stacks of rank 5"),
         (changed(HANG, action=Action(kind="requeue", requeue=True)), "does not call for an act"),
-        (changed(SLOW, anomaly="failed"), "is not acted upon"),
+        (changed(SLOW, anomaly="failed"), "has ended, nothing is left to act upon; a person should hold"),
     ],
 )
 def test_a_verdict_that_calls_for_nothing_is_only_told(verdict: Verdict, words: str) -> None:
