@@ -19,7 +19,7 @@ import pytest
 
 from tests.detection import Told, note
 from tests.lab.cluster import Lab
-from tests.lab.faults import Duty, RankProcess, stop_forever
+from tests.lab.faults import Duty, RankProcess, kill, stop_forever
 from tests.lab.stack import Stack
 from tests.lab.system import LabError, eventually
 from tests.lab.wires import Wires
@@ -92,15 +92,21 @@ def _branch(running: Running) -> None:
     (running.site.lab.work / "branch").write_text(str(running.victim.rank))
 
 
+def _other_size(running: Running) -> None:
+    (running.site.lab.work / "branch").write_text(f"{running.victim.rank} size")
+
+
 def _rate_and_sleep(running: Running) -> None:
     running.rate()
     running.sleep(120)
 
 
-CASES: dict[str, tuple[Fault, str, str]] = {
+CASES: dict[str, tuple[Fault, str | None, str]] = {
     "H1 stopped": (lambda r: stop_forever(r.victim.pid), "H1", "rank"),
     "H1 asleep": (lambda r: r.sleep(10_000_000), "H1", "rank"),
     "H2 other operation": (_branch, "H2", "rank"),
+    "H2 another size": (_other_size, "H2", "rank"),
+    "killed": (lambda r: kill(r.victim.pid), None, "rank"),
     "H3 black hole": (lambda r: r.site.wires.swallow(r.victim.node, r.pids), "H3", "link"),
     "S1 duty cycle": (lambda r: r.duty(), "S1", "rank"),
     "S1 sleep": (lambda r: r.sleep(60), "S1", "rank"),
@@ -116,7 +122,18 @@ CASES: dict[str, tuple[Fault, str, str]] = {
     ),
 }
 
-ONCE_PER_CLASS = ("H1 stopped", "H2 other operation", "H3 black hole", "S1 sleep", "S2 rate", "S3 rate and sleep")
+ONCE_PER_CLASS = (
+    "H1 stopped",
+    "H2 other operation",
+    "H2 another size",
+    "killed",
+    "H3 black hole",
+    "S1 sleep",
+    "S2 rate",
+    "S3 rate and sleep",
+)
+ENDS_THE_JOB = ("H2 another size", "killed")
+"""On gloo these are over within a second: they are told as `failed`, from what is left behind."""
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +172,7 @@ def _incidents(running: Running) -> list[dict[str, Any]]:
     return [one for one in running.site.stack.incidents() if one["job_id"] == running.job]
 
 
-def _judge(running: Running, class_: str, culprit: str) -> None:
+def _judge(running: Running, class_: str | None, culprit: str) -> None:
     """Wait for the right verdict; a first one may know less, but never names somebody else."""
     victim = running.victim
     wanted: set[tuple[str, object]] = {("rank", victim.rank)} if culprit in ("rank", "both") else set()
@@ -185,6 +202,8 @@ def _case(site: Site, name: str, shape: Shape, repeat: int = 0) -> None:
         try:
             _judge(running, class_, culprit)
             right_at = time.time()
+            failed = {one["verdict"]["anomaly"] == "failed" for one in _incidents(running)}
+            assert failed == {name in ENDS_THE_JOB}
         finally:
             first_at = min((one["opened_at"] for one in _incidents(running)), default=None)
             first_s, right_s = (None if at is None else at - fault_at for at in (first_at, right_at))

@@ -93,6 +93,11 @@ def stop_forever(pid: int) -> None:
     _send(pid, signal.SIGSTOP)
 
 
+def kill(pid: int) -> None:
+    """End a process as the kernel does for want of memory, or somebody with `kill -9`."""
+    _send(pid, signal.SIGKILL)
+
+
 def let_go(pid: int) -> None:
     """Let a stopped process run on."""
     _send(pid, signal.SIGCONT)

@@ -5,8 +5,8 @@ in each step stands where the GPU would compute. SIGUSR1: save at the next step.
 
 CHECKPOINT (path), STEPS, SAVE_EVERY, WORK_MS; PAUSE_FILE: when that file appears, rank 0 takes five seconds over one
 checkpoint while the others wait for it; BRANCH_FILE: when that file appears, the rank whose number is in it takes
-another branch of the program; SLEEP_FILE: when that file appears, the rank whose number is its first word sleeps in
-every step for as many ms as its second says.
+another branch of the program, with `size` behind it the same with another size; SLEEP_FILE: when that file appears,
+the rank whose number is its first word sleeps in every step for as many ms as its second says.
 
 What a job does besides training, each only where its number of steps is given: EVAL_EVERY: an evaluation of
 EVAL_BATCHES batches; SAVE_MS: rank 0 takes so long over each checkpoint, and a barrier follows; SHARDS_EVERY: all ranks
@@ -77,8 +77,9 @@ class Trainer:
         while self.step < steps:
             began = time.monotonic()
             time.sleep(self.work_s)
-            if self.branch_file.exists() and self.branch_file.read_text().strip() == str(self.rank):
-                self._other_branch()
+            branch = self.branch_file.read_text().split() if self.branch_file.exists() else []
+            if branch[:1] == [str(self.rank)]:
+                self._other_branch(branch[1:] == ["size"])
             time.sleep(self._extra_s() + self.duties.hiccup_s(self.step))
             loss = self.parallel(torch.randn(BATCH, WIDTH)).pow(2).mean()
             loss.backward()
@@ -95,8 +96,11 @@ class Trainer:
         words = self.sleep_file.read_text().split() if self.sleep_file.exists() else []
         return int(words[1]) / 1000 if len(words) == 2 and words[0] == str(self.rank) else 0.0
 
-    def _other_branch(self) -> None:
-        """The bug of many programs: a condition that only one rank meets, with a collective in it."""
+    def _other_branch(self, size: bool) -> None:
+        """The bug of many programs: a condition that only one rank meets, with another collective in it, or a `size`."""
+        if size:
+            dist.all_reduce(torch.zeros(WIDTH))
+            return
         norm = torch.zeros(1)
         dist.all_gather([torch.zeros(1) for _ in range(dist.get_world_size())], norm)
 
