@@ -13,10 +13,12 @@ from pathlib import Path
 import pytest
 
 from node_daemon.native.nccl.masks import TABLE, Event
+from tests import callgrind
 from tests.integration.gloo_double import DEADLINE_S
-from tests.integration.nccl_double import ALL, COMM_ID, build, build_null_plugin, instructions_by_object, plugin_library
+from tests.integration.nccl_double import ALL, COMM_ID, build, build_null_plugin, plugin_library
 
 CALLBACKS = 1199
+COLLECTIVES = 100
 NET_MAX = 30.0
 """The budget, as a mean over the all-reduce."""
 NET_REACHED = 28.5
@@ -30,10 +32,10 @@ STANDING_REACHED = {
 callback are the price of slots that change hands without loss (communicators.h)."""
 
 
-def instructions(driver: Path, plugin: Path, collectives: int, tmp_path: Path, events: int) -> int:
-    profile = tmp_path / "callgrind.out"
+def profile(driver: Path, plugin: Path, collectives: int, tmp_path: Path, events: int) -> callgrind.Profile:
+    written = tmp_path / "callgrind.out"
     subprocess.run(
-        ["valgrind", "--tool=callgrind", f"--callgrind-out-file={profile}", driver, plugin, "5"],
+        ["valgrind", "--tool=callgrind", f"--callgrind-out-file={written}", driver, plugin, "5"],
         input=f"comm a {COMM_ID} 16 3\nallreduce a {collectives} 8 14\n",
         env={
             "PATH": "/usr/bin:/bin",
@@ -46,13 +48,15 @@ def instructions(driver: Path, plugin: Path, collectives: int, tmp_path: Path, e
         check=True,
         timeout=2 * DEADLINE_S,
     )
-    return instructions_by_object(profile.read_text())[str(plugin)]
+    return callgrind.read(written)
 
 
 def per_collective(driver: Path, plugin: Path, tmp_path: Path, events: int = ALL) -> float:
     """By the difference of two runs, so that what happens once is not counted."""
-    few, many = (instructions(driver, plugin, count, tmp_path, events) for count in (100, 300))
-    return (many - few) / 200
+    few, many = (
+        profile(driver, plugin, count, tmp_path, events).of(plugin).total() for count in (COLLECTIVES, 3 * COLLECTIVES)
+    )
+    return (many - few) / (2 * COLLECTIVES)
 
 
 def test_a_callback_costs_no_more_instructions_than_its_budget(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ import numpy as np
 
 from diagnosis.contracts import probeframe
 from node_daemon.native import library_path
+from tests import callgrind
 
 HERE = Path(__file__).resolve().parent
 SOURCES = HERE.parents[2] / "node_daemon" / "native" / "gloo"
@@ -125,11 +125,11 @@ def rounds(slot: np.void) -> list[dict[str, int]]:
     return [{name: int(row[name]) for name in row.dtype.names} for row in np.sort(used, order="seq")]
 
 
-def instructions(driver: Path, tmp_path: Path, rounds: int, steps: int) -> int:
-    """Instructions inside the probe's own file but for its clock calls, in so many all-reduces of `steps` each way."""
-    profile = tmp_path / "callgrind.out"
+def profile(driver: Path, tmp_path: Path, rounds: int, steps: int) -> Path:
+    """Callgrind's output for so many all-reduces of `steps` each way."""
+    written = tmp_path / "callgrind.out"
     subprocess.run(
-        ["valgrind", "--tool=callgrind", f"--callgrind-out-file={profile}", driver],
+        ["valgrind", "--tool=callgrind", f"--callgrind-out-file={written}", driver],
         input=f"group world 0 4 0,1,2,3\nstorm world 1 {rounds} {steps}\n",
         env={"PATH": "/usr/bin:/bin", "TOCSIN_FRAME_DIR": str(tmp_path), "LD_PRELOAD": str(probe_library())},
         capture_output=True,
@@ -137,28 +137,11 @@ def instructions(driver: Path, tmp_path: Path, rounds: int, steps: int) -> int:
         check=True,
         timeout=2 * DEADLINE_S,
     )
-    by_function = _instructions_by_function(profile.read_text(), str(probe_library()))
+    return written
+
+
+def instructions(driver: Path, tmp_path: Path, rounds: int, steps: int) -> int:
+    """Instructions inside the probe's own file but for its clock calls, in so many all-reduces of `steps` each way."""
+    by_function = callgrind.read(profile(driver, tmp_path, rounds, steps)).of(probe_library())
     assert by_function["tocsin_now_ns"] > 0  # it was called, and is left out
     return sum(by_function.values()) - by_function["tocsin_now_ns"]
-
-
-def _instructions_by_function(profile: str, library: str) -> dict[str, int]:
-    """Instructions executed in each function of one object file, without those of what it calls."""
-    names: dict[tuple[str, str], str] = {}
-    cost: dict[str, int] = {}
-    current = {"ob": "", "fn": ""}
-    of_a_call = False
-    for line in profile.splitlines():
-        named = re.match(r"(c?)(ob|fn)=\((\d+)\)(?: (.*))?", line)
-        if named:
-            called, kind, number, name = named.groups()
-            names[kind, number] = name or names[kind, number]
-            if not called:
-                current[kind] = names[kind, number]
-        elif line.startswith("calls="):
-            of_a_call = True
-        elif re.match(r"[-+*\d]", line):
-            if not of_a_call and current["ob"] == library:
-                cost[current["fn"]] = cost.get(current["fn"], 0) + int(line.split()[1])
-            of_a_call = False
-    return cost

@@ -16,6 +16,7 @@
 #include <thread>
 
 #include "fake_torch.h"
+#include "strict.h"
 
 using c10d::ProcessGroupGloo;
 using WorkPtr = c10::intrusive_ptr<ProcessGroupGloo::AsyncWork>;
@@ -23,11 +24,15 @@ using gloo::transport::tcp::UnboundBuffer;
 
 static std::atomic<uint64_t> g_now_ns{1000000000000};
 static std::atomic<bool> g_real_time{false};
+static std::atomic<bool> g_clock_calls{false};  // as on a machine whose clock cannot be read without the kernel
 
 static const auto g_real_clock =
     reinterpret_cast<int (*)(clockid_t, timespec*)>(dlsym(RTLD_NEXT, "clock_gettime"));
 
 extern "C" int clock_gettime(clockid_t clock, timespec* now) noexcept {
+  if (g_clock_calls) {
+    return static_cast<int>(syscall(SYS_clock_gettime, clock, now));
+  }
   if (g_real_time) {
     return g_real_clock(clock, now);
   }
@@ -217,17 +222,17 @@ static uint64_t thread_cpu_ns() {
   return static_cast<uint64_t>(used.tv_sec) * 1000000000 + static_cast<uint64_t>(used.tv_nsec);
 }
 
-// Whole rounds, each with `steps` sends and receives, from several threads at once, on the named groups (comma between
-// them) in turn. The threads' CPU time in all, in ns.
-static uint64_t storm(std::istringstream& words) {
-  std::string names;
-  int threads = 0, rounds = 0, steps = 0;
-  words >> names >> threads >> rounds >> steps;
-  std::vector<ProcessGroupGloo*> asked;
+static std::vector<ProcessGroupGloo*> named_groups(const std::string& names) {
+  std::vector<ProcessGroupGloo*> found;
   std::istringstream list(names);
   for (std::string name; std::getline(list, name, ',');) {
-    asked.push_back(g_groups.at(name).get());
+    found.push_back(g_groups.at(name).get());
   }
+  return found;
+}
+
+// Whole rounds on this thread, each with `steps` sends and receives, on the groups in turn.
+static void play_rounds(const std::vector<ProcessGroupGloo*>& groups, int rounds, int steps) {
   const auto body = [steps] {
     UnboundBuffer buffer;
     for (int i = 0; i < steps; ++i) {
@@ -237,28 +242,54 @@ static uint64_t storm(std::istringstream& words) {
       buffer.waitRecv(nullptr, std::chrono::milliseconds(0));
     }
   };
+  at::TensorImpl tensor{8, 6};
+  const std::optional<std::vector<at::Tensor>> inputs(std::vector<at::Tensor>{at::Tensor{&tensor}});
+  const std::shared_ptr<gloo::Context> context;
+  for (int i = 0; i < rounds; ++i) {
+    Operation work(context, {}, static_cast<c10d::OpType>(1), 1, std::chrono::milliseconds(0), "storm", inputs);
+    work.body = body;
+    groups[static_cast<size_t>(i) % groups.size()]->enqueue(WorkPtr(&work));
+    ProcessGroupGloo::AsyncWork::execute(WorkPtr(&work));
+  }
+}
+
+// Rounds from several threads at once, on the named groups (comma between them). The threads' CPU time in all, in ns.
+static uint64_t storm(std::istringstream& words) {
+  std::string names;
+  int threads = 0, rounds = 0, steps = 0;
+  words >> names >> threads >> rounds >> steps;
+  const auto groups = named_groups(names);
   std::atomic<uint64_t> used_ns{0};
-  const auto thread = [&asked, &used_ns, rounds, body] {
-    const uint64_t begin_ns = thread_cpu_ns();
-    at::TensorImpl tensor{8, 6};
-    const std::optional<std::vector<at::Tensor>> inputs(std::vector<at::Tensor>{at::Tensor{&tensor}});
-    const std::shared_ptr<gloo::Context> context;
-    for (int i = 0; i < rounds; ++i) {
-      Operation work(context, {}, static_cast<c10d::OpType>(1), 1, std::chrono::milliseconds(0), "storm", inputs);
-      work.body = body;
-      asked[static_cast<size_t>(i) % asked.size()]->enqueue(WorkPtr(&work));
-      ProcessGroupGloo::AsyncWork::execute(WorkPtr(&work));
-    }
-    used_ns += thread_cpu_ns() - begin_ns;
-  };
   std::vector<std::thread> all;
   for (int t = 0; t < threads; ++t) {
-    all.emplace_back(thread);
+    all.emplace_back([&groups, &used_ns, rounds, steps] {
+      const uint64_t begin_ns = thread_cpu_ns();
+      play_rounds(groups, rounds, steps);
+      used_ns += thread_cpu_ns() - begin_ns;
+    });
   }
   for (std::thread& one : all) {
     one.join();
   }
   return used_ns;
+}
+
+// Rounds on a thread that may not call the kernel. Whether it came through.
+static bool strict(std::istringstream& words) {
+  std::string names;
+  int rounds = 0, steps = 0;
+  words >> names >> rounds >> steps;
+  std::atomic<bool> finished{false};
+  const auto groups = named_groups(names);
+  std::thread([&finished, &groups, rounds, steps] {
+    play_rounds(groups, 1, steps);  // the double has its memory now
+    if (forbid_calls()) {
+      play_rounds(groups, rounds, steps);
+      finished = true;
+    }
+    end_thread();
+  }).join();
+  return finished;
 }
 
 static int g_child_in = -1, g_child_out = -1;
@@ -336,8 +367,12 @@ static std::string play(std::istringstream& words, const std::string& command) {
     g_now_ns += microseconds * 1000;
   } else if (command == "storm") {
     return "ok " + std::to_string(storm(words));
+  } else if (command == "strict") {
+    return "ok " + std::to_string(strict(words));
   } else if (command == "realtime") {
     g_real_time = true;
+  } else if (command == "calling_clock") {
+    g_clock_calls = true;
   } else if (command == "fork") {
     return fork_child();
   } else if (command == "child") {

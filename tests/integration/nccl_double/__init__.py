@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -146,22 +145,3 @@ def running(double: Double, frames: Path, interface: int = 5, **environment: str
     finally:
         process.kill()
         process.communicate(timeout=DEADLINE_S)
-
-
-def instructions_by_object(profile: str) -> dict[str, int]:
-    """Instructions executed in each object file (its own, not those of what it calls), from callgrind's output."""
-    names: dict[str, str] = {}
-    cost: dict[str, int] = {}
-    current, of_a_call = "", False
-    for line in profile.splitlines():
-        named = re.match(r"(c?ob)=\((\d+)\)(?: (.*))?", line)
-        if named:
-            names[named[2]] = named[3] or names[named[2]]
-            current = names[named[2]] if named[1] == "ob" else current
-        elif line.startswith("calls="):
-            of_a_call = True
-        elif re.match(r"[-+*\d]", line):
-            if not of_a_call:
-                cost[current] = cost.get(current, 0) + int(line.split()[1])
-            of_a_call = False
-    return cost
