@@ -97,7 +97,7 @@ class Trainer:
         return int(words[1]) / 1000 if len(words) == 2 and words[0] == str(self.rank) else 0.0
 
     def _other_branch(self, size: bool) -> None:
-        """The bug of many programs: a condition that only one rank meets, with another collective in it, or a `size`."""
+        """The bug of many programs: a condition that only one rank meets, with a collective in it, or a `size`."""
         if size:
             dist.all_reduce(torch.zeros(WIDTH))
             return
