@@ -17,6 +17,7 @@ from node_daemon.collectors.process import STATE_GONE, Processes
 from tests.integration import gloo_double, nccl_double
 from tests.integration.containers import children_of, contained
 from tests.integration.gloo_double import DEADLINE_S, probe_library
+from tests.lab.system import eventually
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount")
 NODE, JOB = "gpu001", "42.0"
@@ -37,6 +38,10 @@ class Node:
 
     def samples(self) -> list[FrameSample]:
         return [frame for job in self.reader.collect().jobs for frame in job.frames]
+
+    def states(self) -> dict[int, int]:
+        """By the number of the process here."""
+        return {sample.pid: sample.state for sample in self.samples()}
 
     def own(self, uid: int) -> None:
         """Makes the job's directory that user's."""
@@ -95,12 +100,11 @@ def test_ranks_that_have_the_same_number_in_their_containers_are_told_apart_and_
         assert samples.keys() == {one, two}
         assert {int(sample.header["pid"]) for sample in samples.values()} == {1}
         os.kill(one, signal.SIGSTOP)
-        stopped = {ord("t"), ord("T")}
-        told = {sample.pid: sample.state for sample in node.samples()}
-        assert told[one] in stopped and told[two] == ord("S")
+        eventually(lambda: node.states()[one] in (ord("T"), ord("t")), DEADLINE_S, "the one that was stopped")
+        eventually(lambda: node.states()[two] == ord("S"), DEADLINE_S, "the other waits for a command")
         os.kill(one, signal.SIGKILL)
-        drivers[0]._process.wait(DEADLINE_S)
-        assert {sample.pid: sample.state for sample in node.samples()} == {one: STATE_GONE, two: ord("S")}
+        eventually(lambda: node.states()[one] == STATE_GONE, DEADLINE_S, "the one that was killed")
+        assert node.states()[two] == ord("S")
 
 
 def test_a_rank_in_a_container_can_be_asked_for_more_events(node: Node) -> None:

@@ -25,7 +25,7 @@ NET_REACHED = 28.5
 """What it is today, rounded up. Lower it when the plugin gets cheaper; raise it with a reason only."""
 STANDING_REACHED = {
     int(Event.COLL | Event.COLL_API): 900,
-    int(Event.COLL | Event.COLL_API | Event.KERNEL_CH): 4400,
+    int(Event.COLL | Event.COLL_API | Event.KERNEL_CH): 4460,
     int(Event.COLL | Event.COLL_API | Event.PROXY_OP): 6450,
 }
 """Likewise for one whole collective under the events that stand with some release: 7, 31 and 55 callbacks. A dozen a

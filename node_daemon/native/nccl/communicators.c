@@ -2,6 +2,7 @@
 
 #include <sched.h>
 
+#include "frame_file.h"
 #include "nccl_frame.h"
 
 communicator g_communicators[COMMUNICATORS_MAX];
@@ -10,21 +11,23 @@ way g_ways[COMMUNICATORS_MAX * WAYS] = {[0 ... COMMUNICATORS_MAX * WAYS - 1] = {
 static uint32_t g_lock;  // of slots and of the table
 static uint32_t g_generation;
 
-enum { kAttemptsMax = 100000, kMovesMax = 4 };
+enum { kMovesMax = 4 };
+
+static const uint64_t kOthersWait_ns = 1000000000;
 
 // Never waited for: who does not get it goes on without, and tries again at its next round.
 static bool try_lock(void) { return SWAP_IF(g_lock, 0, 1); }
 static void unlock(void) { STORE_RELEASE(g_lock, 0); }
 
-// For the making and ending of communicators alone, and not for ever: a holder may have been stopped.
+// For the making and ending of communicators alone, and not for ever: who is waited for may have been stopped.
 static bool lock(void) {
-  for (uint32_t attempt = 0; attempt < kAttemptsMax; ++attempt) {
-    if (try_lock()) {
-      return true;
-    }
+  const uint64_t give_up_ns = tocsin_now_ns() + kOthersWait_ns;
+  bool locked = try_lock();
+  while (!locked && tocsin_now_ns() < give_up_ns) {
     sched_yield();
+    locked = try_lock();
   }
-  return false;
+  return locked;
 }
 
 // -- steps that are counted while their communicator gets a slot ---------------------------------------------------------
@@ -269,8 +272,9 @@ void communicator_gone(uint64_t handle) {
   const bool locked = lock();
   __atomic_store_n(&gone->generation, 0, __ATOMIC_SEQ_CST);
   open_ways(gone, STEP_KEY_NONE);
+  const uint64_t give_up_ns = tocsin_now_ns() + kOthersWait_ns;
   uint64_t seen = __atomic_load_n(&gone->hold, __ATOMIC_SEQ_CST);
-  for (uint32_t attempt = 0; HOLD_EVENTS(seen) && attempt < kAttemptsMax; ++attempt) {  // events in hand end at once
+  while (HOLD_EVENTS(seen) && tocsin_now_ns() < give_up_ns) {  // events in hand end at once
     sched_yield();
     seen = __atomic_load_n(&gone->hold, __ATOMIC_SEQ_CST);
   }

@@ -108,6 +108,7 @@ typedef struct communicator {
   uint32_t graphs;      // a collective was captured in a graph
   uint32_t call_events;  // that NCCL delivers for what the program called for last
   uint32_t told_events;  // our wish, as NCCL was last told
+  events allowed;
   uint64_t id;
   int* mask;
   const int* others_mask;  // what a plugin behind this one asks for, null: there is none

@@ -29,8 +29,6 @@ enum { STATE_UNSET, STATE_BUSY, STATE_OFF, STATE_ON };
 static uint32_t g_state;
 static uint32_t g_fork_handler_set;
 static uint32_t g_said;
-static uint32_t g_standing;
-static uint32_t g_widest;
 
 static const uint64_t kOtherThreadWait_ns = 1000000000;
 static const uint64_t kNanosecondsPerSecond = 1000000000;
@@ -92,11 +90,13 @@ static tocsin_safe_masks safe_masks(uint32_t version, uint32_t interface) {
 }
 
 // TOCSIN_NCCL_EVENTS, a mask as a decimal number, is the user's own word and counts for more than the table.
-static void choose_events(uint32_t version, uint32_t interface) {
-  const tocsin_safe_masks row = safe_masks(version, interface);
+events events_of(nccl_log log, uint32_t interface) {
+  const int saved_errno = errno;
+  const tocsin_safe_masks row = safe_masks(ask_version(log), interface);
   const int32_t asked = tocsin_env_number("TOCSIN_NCCL_EVENTS");
-  STORE(g_standing, asked >= 0 ? (uint32_t)asked & 0xFFFF : row.standing);
-  STORE(g_widest, row.widest | LOAD(g_standing));
+  const uint32_t standing = asked >= 0 ? (uint32_t)asked & 0xFFFF : row.standing;
+  errno = saved_errno;
+  return (events){standing, row.widest | standing};
 }
 
 static void write_header(tocsin_header* header, int32_t rank, int32_t ranks, uint32_t version) {
@@ -117,12 +117,11 @@ static void write_header(tocsin_header* header, int32_t rank, int32_t ranks, uin
   header->created_ns = tocsin_now_ns();
   header->transport = TOCSIN_TRANSPORT_NCCL;
   header->library_version = version;
-  header->event_mask = g_standing;
   strcpy(header->library, "NCCL");
   STORE_RELEASE(header->magic, TOCSIN_FRAME_MAGIC);
 }
 
-static bool set_up(int32_t rank, int32_t ranks, nccl_log log, uint32_t interface) {
+static bool set_up(int32_t rank, int32_t ranks, nccl_log log) {
   const char* directory = tocsin_frame_directory();
   if (!directory) {
     say_once(log, "tocsin is off: TOCSIN_FRAME_DIR is not set, or TOCSIN_DISABLE is");
@@ -137,19 +136,17 @@ static bool set_up(int32_t rank, int32_t ranks, nccl_log log, uint32_t interface
     say_once(log, "tocsin is off: its frame could not be made");
     return false;
   }
-  const uint32_t version = ask_version(log);
-  choose_events(version, interface);
-  write_header(&made->header, rank, ranks, version);
+  write_header(&made->header, rank, ranks, ask_version(log));
   STORE_RELEASE(g_frame, made);
   return true;
 }
 
-bool frame_ready(int32_t rank, int32_t ranks, nccl_log log, uint32_t interface) {
+bool frame_ready(int32_t rank, int32_t ranks, nccl_log log) {
   const int saved_errno = errno;
   const bool handler_set =
       !SWAP_IF(g_fork_handler_set, 0, 1) || pthread_atfork(NULL, NULL, forget_parent) == 0;
   if (SWAP_IF(g_state, STATE_UNSET, STATE_BUSY)) {
-    const bool made = handler_set && set_up(rank, ranks, log, interface);
+    const bool made = handler_set && set_up(rank, ranks, log);
     STORE_RELEASE(g_state, made ? STATE_ON : STATE_OFF);
   }
   // Communicators are made by several threads at once; none waits longer than this for another.
@@ -161,9 +158,9 @@ bool frame_ready(int32_t rank, int32_t ranks, nccl_log log, uint32_t interface) 
   return LOAD_ACQUIRE(g_state) == STATE_ON;
 }
 
-uint32_t events_wanted(uint64_t now_ns) {
+uint32_t events_wanted(const events* allowed, uint64_t now_ns) {
   const uint64_t control = LOAD(g_frame->header.control);
   const uint64_t until_s = control >> 32, now_s = now_ns / kNanosecondsPerSecond;
   const bool asked = until_s > now_s && until_s - now_s <= TOCSIN_FRAME_WIDEN_S_MAX;
-  return LOAD(g_standing) | (asked ? (uint32_t)control & LOAD(g_widest) : 0);
+  return allowed->standing | (asked ? (uint32_t)control & allowed->widest : 0);
 }

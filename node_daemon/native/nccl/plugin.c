@@ -62,6 +62,17 @@ static uint64_t p2p_begun(communicator* owner, uint64_t self, const nccl_event* 
   return HANDLE(self, KIND_P2P, task_begun(owner, number, 0, event->p2p.channels));
 }
 
+// Whom a channel sends to: mostly the same as before, and then there is nothing to write.
+static void peer_told(communicator* owner, uint64_t handle, int32_t peer) {
+  const uint16_t told = (uint32_t)peer < TOCSIN_FRAME_PEER_UNKNOWN ? (uint16_t)peer : TOCSIN_FRAME_PEER_UNKNOWN;
+  way* on = way_of(handle);
+  if (LOAD(on->peer) != told && hold(handle)) {
+    STORE(on->peer, told);
+    STORE(channel_of(owner, handle)->peer, told);
+    let_go(owner);
+  }
+}
+
 // A proxy may work for a rank in another process (PXN), and then neither context nor parent mean anything here.
 static uint64_t op_begun(communicator* owner, uint64_t self, const nccl_event* event) {
   const uint64_t parent = handle_of(event->parent);
@@ -69,13 +80,8 @@ static uint64_t op_begun(communicator* owner, uint64_t self, const nccl_event* e
   const uint32_t number = parent_number(event->parent, p2p ? KIND_P2P : KIND_COLL);
   const uint64_t handle = HANDLE(self, p2p ? KIND_OP_P2P : KIND_OP, number) |
                           HANDLE_WAY(event->proxy_op.channel, event->proxy_op.is_send);
-  const int32_t peer = event->proxy_op.peer;
-  const uint16_t told = peer >= 0 && peer < (int32_t)TOCSIN_FRAME_PEER_UNKNOWN ? (uint16_t)peer : TOCSIN_FRAME_PEER_UNKNOWN;
-  way* on = way_of(handle);
-  if (event->proxy_op.is_send && LOAD(on->peer) != told && hold(self)) {
-    STORE(on->peer, told);
-    STORE(channel_of(owner, handle)->peer, told);
-    let_go(owner);
+  if (event->proxy_op.is_send) {
+    peer_told(owner, handle, event->proxy_op.peer);
   }
   return handle;
 }
@@ -257,7 +263,7 @@ static int init(void** context, int* mask, uint64_t id, int ranks, int rank, ncc
     return 0;
   }
   *context = NULL;
-  if (!mask || !frame_ready(rank, ranks, log, interface)) {
+  if (!mask || !frame_ready(rank, ranks, log)) {
     return 0;
   }
   const uint64_t handle = communicator_made(id, ranks, rank, mask);
@@ -266,8 +272,10 @@ static int init(void** context, int* mask, uint64_t id, int ranks, int rank, ncc
     return 0;
   }
   communicator* made = communicator_of(handle);
-  const uint32_t wanted = events_wanted(tocsin_now_ns());
+  made->allowed = events_of(log, interface);
+  const uint32_t wanted = events_wanted(&made->allowed, tocsin_now_ns());
   STORE(made->told_events, wanted);
+  STORE(g_frame->header.event_mask, wanted);
   STORE(*mask, (int)wanted);
   call_entered(made);
   *context = pointer(handle);

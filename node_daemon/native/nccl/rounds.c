@@ -5,6 +5,8 @@
 
 static uint64_t g_gpu_newest_ns;  // when a kernel of NCCL last began or ended, by the GPU's clock
 
+static const uint64_t kGpuLate_ns = 60000000000;  // no kernel's stamp arrives as late as this
+
 static coll_round* round_at(communicator* owner, uint32_t seq) {
   coll_round* found = &owner->rounds[seq % ROUNDS_MAX];
   return seq && LOAD(found->seq) == seq ? found : NULL;
@@ -57,7 +59,7 @@ void call_entered(communicator* owner) { STORE(owner->call_events, (uint32_t)LOA
 // as it is until our own wish changes.
 static void mind_events(communicator* owner, uint64_t now_ns) {
   const int* others = LOAD(owner->others_mask);
-  const uint32_t wanted = events_wanted(now_ns) | (others ? (uint32_t)LOAD(*others) : 0);
+  const uint32_t wanted = events_wanted(&owner->allowed, now_ns) | (others ? (uint32_t)LOAD(*others) : 0);
   if (wanted != LOAD(owner->told_events)) {
     STORE(owner->told_events, wanted);
     STORE(*owner->mask, (int)wanted);
@@ -175,6 +177,17 @@ static void launch_over(communicator* owner, launch* of) {
   raise_to(&slot->done, over);
 }
 
+// Stamps arrive a little out of order. One that is far behind the newest says that the newest was none: NCCL hands over
+// a wrong one now and then, and a time in the future would take away all own time from then on.
+static void note_gpu_time(uint64_t gpu_ns) {
+  const uint64_t newest_ns = LOAD(g_gpu_newest_ns);
+  if (gpu_ns > newest_ns) {
+    raise_to(&g_gpu_newest_ns, gpu_ns);
+  } else if (__builtin_expect(newest_ns - gpu_ns > kGpuLate_ns && gpu_ns, 0)) {
+    STORE(g_gpu_newest_ns, gpu_ns);
+  }
+}
+
 // Own time on the GPU before a kernel that began then.
 static uint64_t gap_before(uint64_t gpu_ns) {
   const uint64_t newest_ns = LOAD(g_gpu_newest_ns);
@@ -199,7 +212,7 @@ void kernel_begun(communicator* owner, uint64_t handle, uint64_t gpu_ns) {
   if (round) {
     round_started(owner, round);
   }
-  raise_to(&g_gpu_newest_ns, gpu_ns);
+  note_gpu_time(gpu_ns);
 }
 
 void kernel_timed(communicator* owner, uint64_t handle, uint64_t gpu_ns) {
@@ -212,7 +225,7 @@ void kernel_timed(communicator* owner, uint64_t handle, uint64_t gpu_ns) {
   if (round && sound) {
     raise_to(&round->last_ns, gpu_ns);
   }
-  raise_to(&g_gpu_newest_ns, gpu_ns);
+  note_gpu_time(gpu_ns);
 }
 
 static void round_over(communicator* owner, coll_round* round) {

@@ -182,6 +182,22 @@ static void come_and_go(void) {
   }
 }
 
+/* lives COUNT: so many communicators, one after the other, each with a collective */
+static void live_often(char** words) {
+  const int count = atoi(words[1]);
+  int followed = 0;
+  for (int life = 0; life < count; ++life) {
+    comm one = {.id = 1000000 + (uint64_t)life, .ranks = 4, .rank = 1};
+    init_comm(&one);
+    followed += one.context != NULL;
+    const work of = launch(&one, 2, 2);
+    transfer(&one, &of);
+    run_kernels(&one, &of);
+    g_plugin.finalize(one.context);
+  }
+  printf("ok %d\n", followed);
+}
+
 /* pipelines COLLECTIVES CHANNELS STEPS COMM ..., or churn likewise: while communicators come and go */
 static void run_pipelines(char** words, int count) {
   comm* comms[WORDS_MAX];
@@ -232,6 +248,11 @@ static void obey(char** words, int count) {
     run_pipelines(words, count);
   } else if (strcmp(words[0], "strict") == 0) { /* strict COMM COLLECTIVES CHANNELS STEPS */
     printf("ok %d\n", run_strictly(find_comm(words[1]), atoi(words[2]), atoi(words[3]), atoi(words[4])));
+  } else if (strcmp(words[0], "lives") == 0) {
+    live_often(words);
+  } else if (strcmp(words[0], "release") == 0) { /* release VERSION: the next communicator is of another NCCL */
+    setenv("FAKE_NCCL_VERSION", words[1], 1);
+    puts("ok");
   } else if (strcmp(words[0], "fork") == 0) {
     fork_child(words);
   } else {
