@@ -143,8 +143,8 @@ class Pace:
         usual = np.where(told >= max(1, rules.learn_blocks), _middle(before), np.nan)
         apart = DEVIATION * _middle(np.abs(before - usual[:, None]))
         spread = np.maximum(apart * (1 + FEW_BLOCKS / np.maximum(told, 1)), rules.spread_min * usual)
-        recent = _middle(table[:, -SURE_BLOCKS:])
-        recent[np.isnan(table[:, -SURE_BLOCKS:]).any(axis=1) | (not self._aside)] = np.nan
+        recent = _middle(table[:, -SURE_BLOCKS:]) if self._aside else np.full(len(rows), np.nan)
+        recent[np.isnan(table[:, -SURE_BLOCKS])] = np.nan  # so many are not there yet
         self._best_ms[rows] = np.fmin(self._best_ms[rows], recent)
         best = np.fmin(self._best_ms[rows], usual)
         self.level_ms[rows] = np.where(np.isnan(usual), self.level_ms[rows], usual)

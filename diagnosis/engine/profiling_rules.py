@@ -40,3 +40,33 @@ class TriggerRules:
     gather_s: float = 30.0
     again_s: float = 600.0
     again_ratio: float = 1.2
+
+
+@dataclass(frozen=True, slots=True)
+class WindowRules:
+    """Which steps of a job are profiled, and how often that may be (`engine.windows`).
+
+    A window lasts about `window_s`, in `steps_min` to `steps_max` steps, and never longer than `window_max_s` where
+    that leaves a step; a person may ask for `steps_asked_max`. It begins when the nodes had `lead_s` and `lead_steps`
+    steps to arm their ranks. It is over when all have answered; `grace_s` after a share of `quorum` of those whose
+    nodes report has; or at last `answer_s` after it should have ended, were all of it `slack` times as slow. Words
+    older than `stale_s` say nothing.
+    Budget: the first `free_windows` of a job, then `budget_share` of the steps that it made in the last `budget_s`.
+    What a person asks for is never refused for its cost, and does not count.
+    """
+
+    window_s: float = 2.0
+    window_max_s: float = 600.0
+    steps_min: int = 3
+    steps_max: int = 10
+    steps_asked_max: int = 100
+    lead_s: float = 3.0
+    lead_steps: float = 2.0
+    quorum: float = 0.9
+    grace_s: float = 10.0
+    answer_s: float = 30.0
+    slack: float = 3.0
+    stale_s: float = 15.0
+    free_windows: int = 3
+    budget_share: float = 0.002
+    budget_s: float = 86_400.0
