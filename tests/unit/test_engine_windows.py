@@ -20,7 +20,7 @@ SLOWER = Ask("steps take 1.30 times as long as before")
 
 
 def finish(cluster: SimCluster, windows: Windows, seconds: float = 200.0, *, send: bool = True) -> Outcome:
-    """The outcome of the current window. Once a second the controller looks, and tells nodes that have not confirmed."""
+    """The outcome of the current window. Each second the controller looks, and tells nodes that have not confirmed."""
     until = cluster.now + seconds
     while cluster.now < until:
         cluster.run(1.0, windows)
