@@ -12,6 +12,7 @@ from diagnosis.contracts.errors import OperatorFault
 from diagnosis.contracts.topology import Topology, joined
 from remediation.backends.parse import hosts
 
+
 def parse_topology(text: str, name: str = "topology.conf") -> Topology:
     """The switches above each name. Raises OperatorFault where the text cannot be understood."""
     pairs: list[tuple[str, str]] = []

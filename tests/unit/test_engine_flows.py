@@ -13,8 +13,8 @@ import pytest
 from diagnosis.contracts import report as wire
 from diagnosis.contracts.columns import empty, pack
 from diagnosis.contracts.report import NetworkFacts, NicFacts
-from diagnosis.contracts.verdict import Verdict
 from diagnosis.contracts.topology import Topology, joined
+from diagnosis.contracts.verdict import Verdict
 from diagnosis.engine.flows import NetworkHistory
 from diagnosis.engine.history import JobHistory
 from diagnosis.engine.live import diagnose, incident_of
