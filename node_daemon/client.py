@@ -7,6 +7,7 @@ daemon's life, retries included, so the controller can refuse whatever it has se
 from __future__ import annotations
 
 import itertools
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -49,7 +50,7 @@ class Client:
 
     async def __aenter__(self) -> Client:
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=4, keepalive_timeout=600),
+            connector=aiohttp.TCPConnector(limit=4, keepalive_timeout=600, ssl=self._certificates()),
             timeout=aiohttp.ClientTimeout(total=self._timeout_s, connect=self._timeout_s),
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,
@@ -86,6 +87,10 @@ class Client:
                 yield response.content
             else:
                 yield _answer_of(response, await _read(response.content, ANSWER_BYTES_MAX))
+
+    def _certificates(self) -> ssl.SSLContext | bool:
+        """The system's, or those that SSL_CERT_FILE names; aiohttp's own are not there (`light`)."""
+        return ssl.create_default_context() if self._url.startswith("https:") else True
 
     def _open_session(self) -> aiohttp.ClientSession:
         if self._session is None:

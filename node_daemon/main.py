@@ -17,9 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, NoReturn
 
-# numpy's linear algebra would start a thread, with memory of its own, for every core of the node; none is needed here.
-os.environ["OPENBLAS_NUM_THREADS"] = "1"
-
+import node_daemon.light  # noqa: F401 (first, before what it makes light)
 from diagnosis.contracts.errors import OperatorFault
 from node_daemon import settings
 from node_daemon.agent import Agent
