@@ -1,9 +1,11 @@
 """What the node daemon costs with everything on: 3 communicators a rank, 20 rounds a second each, one report a second.
 
 The daemon is a process of its own, in the environment of its unit; a real HTTP server acknowledges, idle processes with
+The daemon is a process of its own, in the environment of its unit; a real HTTP server acknowledges, idle processes with
 real TCP connections between neighbours stand for the ranks, and a fake driver library for the GPUs. Own times and
 durations are noise, so that a report is as large as a real one. Printed: CPU time of all its threads as a share of one
-core (budget 1 % at 8 ranks), resident memory (budget 60 MB) when it began to count and when it ended, bytes per report.
+core (budget 1 % at 8 ranks), resident memory (budget 60 MB) when it began to count and when it ended, bytes per report
+and of the HTTP head before it.
 
     python -m tests.bench.bench_node_daemon [SECONDS] [RANKS]
 """
@@ -43,7 +45,7 @@ class Listener:
     """Acknowledges everything and counts."""
 
     def __init__(self) -> None:
-        self.reports, self.bytes, self.ranks = 0, 0, 0
+        self.reports, self.bytes, self.head_bytes, self.ranks = 0, 0, 0, 0
 
     async def start(self) -> int:
         app = web.Application()
@@ -56,7 +58,8 @@ class Listener:
 
     async def _report(self, request: web.Request) -> web.Response:
         body = await request.read()
-        self.reports, self.bytes = self.reports + 1, self.bytes + len(body)
+        head = sum(len(name) + len(value) + len(": \r\n") for name, value in request.raw_headers)
+        self.reports, self.bytes, self.head_bytes = self.reports + 1, self.bytes + len(body), head
         self.ranks = sum(len(job.ranks.get("rank", b"")) // 4 for job in decode(body).jobs)
         return web.Response(body=msgspec.json.encode(Acknowledgement()))
 
@@ -169,6 +172,7 @@ async def measure(base: Path, seconds: float, ranks: int) -> dict[str, float]:
                 "pss_mb": round(memory_mb(daemon.pid, "Pss"), 1),
                 "rss_mb_budget": RSS_MB_MAX,
                 "bytes_per_report": round((listener.bytes - size) / max(1, told)),
+                "bytes_of_http_head": listener.head_bytes,
             }
 
 
