@@ -234,8 +234,11 @@ def test_a_file_of_another_name_is_refused(place: Place, name: str) -> None:
     assert place.look().refused == {"name": 1}
 
 
-def test_a_pid_with_leading_zeros_is_no_second_frame(place: Place) -> None:
-    (place.job() / "0077.frame").write_bytes(FrameImage(77, 5).tobytes())
+@pytest.mark.parametrize(
+    "name", ["0077.frame", "77-0.frame", "77-04026.frame", "78-4026.frame", "77-.frame", "77-1-2.frame"]
+)
+def test_a_pid_or_namespace_in_other_words_is_no_second_frame(place: Place, name: str) -> None:
+    (place.job() / name).write_bytes(FrameImage(77, 5).tobytes())
     assert place.look().refused == {"name": 1}
 
 
