@@ -1,7 +1,6 @@
 """What the node daemon costs with everything on: 3 communicators a rank, 20 rounds a second each, one report a second.
 
 The daemon is a process of its own, in the environment of its unit; a real HTTP server acknowledges, idle processes with
-The daemon is a process of its own, in the environment of its unit; a real HTTP server acknowledges, idle processes with
 real TCP connections between neighbours stand for the ranks, and a fake driver library for the GPUs. Own times and
 durations are noise, so that a report is as large as a real one. Printed: CPU time of all its threads as a share of one
 core (budget 1 % at 8 ranks), resident memory (budget 60 MB) when it began to count and when it ended, bytes per report
