@@ -48,6 +48,8 @@ EXECUTIONS_MAX: Final = 1 << 20
 """Whose beginnings and ends are kept until the window ends, for the critical path."""
 WINDOW_S_MAX: Final = 300
 COMM_NONE: Final = 0
+_BITS_MAX: Final = 48
+"""Of a row's number: three days in ns. All rows together stay below 2^61."""
 
 # (name, numpy type, C type, count), each on its natural alignment.
 Field = tuple[str, str, str, int]
@@ -284,7 +286,9 @@ def parse_window(data: bytes) -> KernelWindow:
         raise AgentFault("rows that do not add up to their table", reason="limits")
     if rows and (int(table["kind"].max()) >= len(KINDS) or not np.isfinite(table["scatter"]).all()):
         raise AgentFault("a row of an unknown kind, or with a number that is none", reason="limits")
-    if any(rows and int(table[name].max()) >> 62 for name in ("count", "total_ns", "max_ns", "critical_ns", "bytes")):
+    if any(
+        rows and int(table[name].max()) >> _BITS_MAX for name in ("count", "total_ns", "max_ns", "critical_ns", "bytes")
+    ):
         raise AgentFault("a row with an impossible number", reason="limits")
     if cells and int(counted["bucket"].max()) >= BUCKETS:
         raise AgentFault("a bucket that there is not", reason="limits")

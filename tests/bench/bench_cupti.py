@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import numpy as np
@@ -18,8 +19,10 @@ from diagnosis.contracts.kernelwindow import EXECUTIONS_MAX, parse_window
 from diagnosis.contracts.summary import rank_bytes
 from diagnosis.evidence.kernel_window import summary_of
 from tests.integration.cupti_double import KERNEL_BYTES, Feed, Names, kernels
+from tests.integration.cupti_double.program import build, running
 
 BUFFER_BYTES, TURNS, STEP_KERNELS, STEPS = 8 << 20, 9, 5000, 4
+DORMANT_S = 20
 TEXT = "void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_relu_bf16_256x128_64x3_tn_align8_{}>(Params)"
 
 
@@ -49,6 +52,15 @@ def per_second(feed: Feed, functions: int) -> list[float]:
     return speeds
 
 
+def dormant(directory: Path) -> None:
+    """What the collector takes of a program that asks for nothing: its thread looks twice a second."""
+    with running(build(directory), directory) as program:
+        before_ns = int(program.ask("processor"))
+        time.sleep(DORMANT_S)
+        took_ns = int(program.ask("processor")) - before_ns
+    say("dormant, of one core", took_ns / DORMANT_S / 1e3, "us/s", f"in {DORMANT_S} s")
+
+
 def main() -> None:
     with tempfile.TemporaryDirectory(prefix="tocsin-bench-") as name:
         directory = Path(name)
@@ -74,6 +86,7 @@ def main() -> None:
         told = summary_of(parse_window(data), 0, STEPS).summary
         say("  its summary on the wire, without names", rank_bytes(told) / 1024, "KiB", "budget 10")
         feed.close()
+        dormant(directory)
 
 
 if __name__ == "__main__":

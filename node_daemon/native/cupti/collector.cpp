@@ -76,7 +76,7 @@ Request read_request(uint32_t number) {
 
 bool makes_sense(const Request& request, uint64_t now_ns) {
   const uint64_t longest_ns = TOCSIN_WINDOW_WINDOW_S_MAX * kSecond_ns;
-  const bool soon = request.deadline_ns > now_ns && request.deadline_ns - now_ns <= longest_ns;
+  const bool soon = request.deadline_ns <= now_ns + longest_ns;
   const bool by_time = request.duration_ns > 0 && request.duration_ns <= longest_ns;
   const bool by_round = request.warm_round <= request.first_round && request.first_round < request.end_round;
   return soon && (request.comm_id ? by_round : by_time);
@@ -197,6 +197,9 @@ struct Window {
   Outcome run() {
     if (!makes_sense(request, tocsin_now_ns())) {
       return {TOCSIN_WHY_REQUEST, 0};
+    }
+    if (tocsin_now_ns() >= request.deadline_ns) {
+      return {TOCSIN_WHY_LATE, 0};
     }
     store(g_control->state, (uint32_t)TOCSIN_STATE_WAITING);
     const uint32_t why = await_round(request.warm_round, true);
