@@ -23,8 +23,9 @@ from remediation.policy.world import JobView, World
 
 GRACE_S: Final = 15.0
 """More than the longest period of reports."""
-GONE_AFTER_S: Final = 10.0
-"""Ranks end before Slurm knows why: a job that is being cancelled or ends in order is not RUNNING for so long after."""
+GONE_AFTER_S: Final = 3.0
+"""Slurm ends a job only after it has said so. A picture of it taken so long after the last rank went, in which the job
+still runs, tells that Slurm had no hand in that."""
 OVER_MAX: Final = 1024
 Attempt = tuple[int, int]
 
@@ -101,17 +102,17 @@ def _word(history: JobHistory, job: JobView | None) -> str:
     return job.state if job.state in ENDED_BADLY else ""
 
 
-def examine_running(history: JobHistory, gpus: GpusOfNode, now: float) -> Judged:
-    """The verdict on an attempt that Slurm takes for running. Where no rank is left nothing can hang."""
+def examine_running(history: JobHistory, gpus: GpusOfNode, world: World, now: float) -> Judged:
+    """The verdict on an attempt that runs in this picture of Slurm. Where no rank is left nothing can hang."""
     if not history.all_gone():
         return examine(history, gpus, now)
-    if _gone_s(history, now) >= GONE_AFTER_S:
+    if world.taken_at - _gone_at(history, now) >= GONE_AFTER_S:
         return examine_ended(history, gpus, now, GONE)
     return Judged(Verdict(job_id=history.job_id, anomaly="none"), None)
 
 
-def _gone_s(history: JobHistory, now: float) -> float:
-    """How long ago the last rank ended."""
+def _gone_at(history: JobHistory, now: float) -> float:
+    """When the last rank ended."""
     ends = [rank.end.ended_ms for rank in history.ranks.values() if rank.end is not None]
     told = [at / 1000 for at in ends if at is not None] or [history.quiet_since or now]
-    return now - max(told)
+    return max(told)

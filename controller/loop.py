@@ -200,7 +200,7 @@ class ControlLoop:
         for attempt, history in self._registry.histories.items():
             if current(world.jobs.get(attempt[0]), attempt):
                 with self._guarded(f"job {attempt[0]}"):
-                    judged = self._judged[attempt] = examine_running(history, gpus, now)
+                    judged = self._judged[attempt] = examine_running(history, gpus, world, now)
                     self.verdicts[attempt] = judged.verdict
 
     async def _look(self) -> World:

@@ -26,14 +26,12 @@ from diagnosis.contracts.incident import Kind
 from diagnosis.contracts.verdict import DOMAIN_OF_CAUSE, Action, Culprit, EvidenceItem, Verdict
 from diagnosis.engine import words
 from diagnosis.engine.accused import name_gpus
-from diagnosis.engine.exits import cite, ends_of, how
+from diagnosis.engine.exits import cite, ends_of, erred_of, firsts_of, how
 from diagnosis.engine.lanes import Bools, Lanes, newest
 from diagnosis.engine.thresholds import Thresholds
 from diagnosis.engine.waits import NAMED_MAX, Stall, differ, vote
 from diagnosis.engine.witnesses import Finding, gather
 
-SAME_NODE_MS: Final = 2.0
-BETWEEN_NODES_MS: Final = 250.0
 # How sure; none of it is drilled, all of it is less than certain.
 DIFFERENT_CALL: Final = 0.97  # a signature against the majority, as in a hang
 HARDWARE: Final = 0.95
@@ -58,7 +56,7 @@ class _Case:
         self.lanes, self.incident, self.job = lanes, lanes.incident, lanes.incident.job
         self.unseen = unseen
         self.now = newest(lanes)
-        self.erred: Bools = lanes.ranks_in(self.now.heard & (np.nan_to_num(self.now.errors) > 0))
+        self.erred: Bools = erred_of(lanes, self.now)
         self.inside: Bools = lanes.ranks_in(self.now.pending)
         self.ends = {rank: end for rank, end in ends_of(self.incident).items() if rank < lanes.world}
         witnesses = name_gpus(gather(self.incident, limits), self.incident).of_node
@@ -162,20 +160,11 @@ class _Case:
         return self._failed(None, guilty, Action(kind="notify"), f"it {how(self.ends[firsts[0]])} before the others")
 
     def _firsts(self) -> tuple[list[int], float]:
-        """Those that may have ended first, sorted, and by how many ms they led; none where no time is told."""
+        """Those that may have ended first, and by how many ms they led."""
+        firsts = firsts_of(self.ends, self.erred, self.job.node)
         times = {rank: end.ended_ms for rank, end in self.ends.items() if end.ended_ms is not None}
-        if not times:
-            return [], np.nan
-        first = min(times, key=lambda rank: (times[rank], rank))
-        together = [rank for rank in times if times[rank] - times[first] <= self._apart_ms(first, rank)]
-        untold = [rank for rank in together if not self.erred[rank]]
-        firsts = sorted(untold or together)
         others = [at for rank, at in times.items() if rank not in firsts]
-        return firsts, min(others) - min(times[rank] for rank in firsts) if others else np.nan
-
-    def _apart_ms(self, one: int, other: int) -> float:
-        node = self.job.node[one]
-        return SAME_NODE_MS if node >= 0 and node == self.job.node[other] else BETWEEN_NODES_MS
+        return firsts, min(others) - min(times[rank] for rank in firsts) if firsts and others else np.nan
 
     def _named(self, rank: int, lead_ms: float) -> Verdict:
         end = self.ends[rank]

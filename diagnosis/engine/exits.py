@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from signal import Signals
 from typing import Final
 
-from diagnosis.contracts.exits import ExitFacts
-from diagnosis.contracts.incident import Incident
-from diagnosis.contracts.verdict import EvidenceItem
+import numpy as np
 
+from diagnosis.contracts.exits import ExitFacts
+from diagnosis.contracts.incident import Incident, Ints
+from diagnosis.contracts.verdict import EvidenceItem
+from diagnosis.engine.lanes import Bools, Lanes, Now
+
+SAME_NODE_MS: Final = 2.0
+BETWEEN_NODES_MS: Final = 250.0
 _GONE: Final = frozenset("XZ")
 
 
@@ -33,6 +39,26 @@ def oom_kills_of(incident: Incident, rank: int) -> int:
     told = [one.oom_kills for one in incident.exits if one.world_rank == rank]
     told += [one.oom_kills for one in incident.processes if one.world_rank == rank]
     return max((kills for kills in told if kills is not None), default=0)
+
+
+def erred_of(lanes: Lanes, now: Now) -> Bools:
+    """Ranks of which some round ended with an error (W,): their peers told them that something is wrong."""
+    return lanes.ranks_in(now.heard & (np.nan_to_num(now.errors) > 0))
+
+
+def firsts_of(ends: Mapping[int, ExitFacts], erred: Bools, node: Ints) -> list[int]:
+    """Ranks that may have ended first, sorted; none where no time is told. Of those that ended together, the ones that
+    no error had reached, if there are any."""
+    times = {rank: end.ended_ms for rank, end in ends.items() if end.ended_ms is not None}
+    if not times:
+        return []
+    first = min(times, key=lambda rank: (times[rank], rank))
+
+    def apart_ms(rank: int) -> float:
+        return SAME_NODE_MS if node[first] >= 0 and node[first] == node[rank] else BETWEEN_NODES_MS
+
+    together = [rank for rank in times if times[rank] - times[first] <= apart_ms(rank)]
+    return sorted([rank for rank in together if not erred[rank]] or together)
 
 
 def how(end: ExitFacts) -> str:

@@ -103,6 +103,10 @@ class _Case:
 def decide(lanes: Lanes, stall: Stall, limits: Thresholds, unseen: list[str]) -> Verdict:
     """The verdict on a stall."""
     case = _Case(lanes, stall, limits, unseen)
+    # Of several that have ended the later ones may be the first one's victims, ended inside a round or by a launcher.
+    firsts = exits.firsts_of(case.ends, exits.erred_of(lanes, stall.now), case.job.node)
+    if firsts:
+        stall.roots = [rank for rank in stall.roots if rank not in case.ends or rank in firsts] or stall.roots
     if stall.roots:
         return _not_entered(case)
     if stall.left:

@@ -172,7 +172,8 @@ def _judge_hang(history: JobHistory, gpus: GpusOfNode, now: float, share: float,
     """The engine's word on a job that has been quiet for a part of its bound."""
     limits, quiet_since = _hang_limits(history, share), history.quiet_since
     pinged_since = now if quiet_since is None else quiet_since
-    return _judge(_incident(history, _hang_rows(history, now), gpus, now, notes, limits, pinged_since))
+    over = any(rank.end is not None for rank in history.ranks.values())  # what those ran who ended of it counts as well
+    return _judge(_incident(history, _hang_rows(history, now), gpus, now, notes, limits, pinged_since, over))
 
 
 def _hang_limits(history: JobHistory, share: float) -> Thresholds:

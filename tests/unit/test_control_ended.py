@@ -94,7 +94,7 @@ async def test_what_ended_in_order_gives_nothing(world: World, state: str) -> No
     await world.healthy()
     world.sim.kill(CULPRIT)
     slurm_says(world, "COMPLETING")
-    await seconds(world, GONE_AFTER_S + 5)
+    await seconds(world, GONE_AFTER_S + 8)
     slurm_says(world, state)
     await seconds(world, GRACE_S + 5)
     assert await world.incidents() == []
@@ -111,7 +111,7 @@ async def test_what_is_requeued_by_its_user_gives_nothing(world: World) -> None:
 async def test_a_job_whose_ranks_have_gone_and_that_slurm_takes_for_running_is_told_once(world: World) -> None:
     await world.healthy()
     world.sim.kill(CULPRIT)
-    await seconds(world, GONE_AFTER_S - 2)
+    await seconds(world, GONE_AFTER_S)
     assert await world.incidents() == []
     await seconds(world, 6)
     assert (await the_incident(world)).verdict.anomaly == "failed"

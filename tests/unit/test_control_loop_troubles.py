@@ -7,10 +7,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from controller.ended import examine_running
 from diagnosis.contracts.control import Evidence
 from diagnosis.contracts.report import Acknowledgement, GpuFacts, HardwareFacts, Report
 from diagnosis.engine.history import JobHistory
-from diagnosis.engine.live import Judged, examine
+from diagnosis.engine.live import Judged
 from remediation.policy.rules import Policy
 from tests.simjob import SimJob
 from tests.unit.test_control_loop import CULPRIT, GUILTY, JOB, World, until_closed, world
@@ -118,7 +119,7 @@ async def test_a_job_that_breaks_the_engine_breaks_it_for_itself_alone(
     def broken(history: JobHistory, *others: Any) -> Judged:
         if history.job_id == 41:
             raise ZeroDivisionError
-        return examine(history, *others)
+        return examine_running(history, *others)
 
     world.slurm.submit("gpu007", "gpu008", job_id=41)
     other = SimJob(ranks=4, job_id=41)

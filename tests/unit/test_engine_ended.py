@@ -259,6 +259,23 @@ def test_an_end_that_is_nobodys_fault_is_no_end_here(word: str) -> None:
     assert verdict(said, {2: died(0, KILL)} | victims(0, 1, 3), ended=word).anomaly != "failed"
 
 
+def hang(said: Mapping[int, Row], exits: Mapping[int, Row]) -> Verdict:
+    """The verdict on a job of four ranks, one a node, that still runs."""
+    quiet = {"comm": "dp", "op": "AllReduce", "count": USUAL, "age_ms": 300_000.0, "rounds": 0}
+    frames = [{"rank": rank, "t_ms": 1.0, "comms": [quiet | row]} for rank, row in said.items()]
+    health = [{"node": f"n{rank}", "source": "process", "rank": rank, "state": "X"} for rank in exits]
+    files: dict[str, list[Row]] = {
+        "job.json": [{"job_id": 1, "world_size": 4, "nodes": ["n0", "n1", "n2", "n3"]}],
+        "communicators.jsonl": [{"comm": "dp", "ranks": [0, 1, 2, 3]}],
+        "frames.jsonl": frames,
+        "health.jsonl": health,
+        "exits.jsonl": [_exit(rank, row) for rank, row in exits.items()],
+    }
+    return verdict_on(
+        {name: b"".join(msgspec.json.encode(row) + b"\n" for row in rows) for name, rows in files.items()}
+    )
+
+
 # -- in a hang -------------------------------------------------------------------------------------------------------
 
 
@@ -281,3 +298,22 @@ def test_a_hang_reads_how_the_rank_that_is_waited_for_ended(file: str) -> None:
     texts = [item.text for item in told.evidence if item.witness == "kernel"]
     assert any("SIGKILL" in text for text in texts)
     assert any("want of memory" in text for text in texts)
+
+
+def test_in_a_hang_who_ended_later_is_a_victim_of_the_first() -> None:
+    said = {0: open_round(), 1: open_round(), 2: open_round(), 3: open_round()}
+    told = hang(said, {2: died(0, KILL), 1: died(400, ABRT)})
+    assert (told.anomaly, told.class_) == ("hang", "H1")
+    assert named(told) == [("rank", 2, "n2", "process_exit")]
+
+
+def test_in_a_hang_two_that_ended_together_are_both_named() -> None:
+    said = {0: open_round(), 1: before(), 2: before(), 3: open_round()}
+    assert [one.rank for one in hang(said, {2: died(0, KILL), 1: died(40, KILL)}).culprits] == [1, 2]
+
+
+def test_in_a_hang_the_calls_of_those_that_have_ended_count() -> None:
+    said = {0: open_round(), 1: open_round(), 2: failed_round(count=OTHER), 3: failed_round()}
+    told = hang(said, {3: died(0, code=1), 2: died(400, code=1)})
+    assert told.class_ == "H2"
+    assert [one.rank for one in told.culprits] == [2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -50,8 +51,9 @@ class Child:
             os.kill(self.pid, signal.SIGCONT)
 
     def gone(self) -> None:
-        if self.parent.poll() is None:
-            os.kill(self.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # until its parent has waited for it the number is still its own
+            if self.parent.poll() is None:
+                os.kill(self.pid, signal.SIGKILL)
         self.parent.wait(10)
         assert self.parent.stdout is not None
         self.parent.stdout.close()
