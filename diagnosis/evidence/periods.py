@@ -25,7 +25,8 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 from functools import cache
-from typing import Final
+from statistics import median
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -137,7 +138,12 @@ def _light_signatures() -> NDArray[np.uint32]:
         ones = np.ones(count.shape, np.uint8)
         if op not in (Op.UNKNOWN, Op.ALL_TO_ALL):
             tables.append(signatures(ones * op, ones * dtype, count, root).ravel())
-    return np.unique(np.concatenate(tables))
+    return _different(np.concatenate(tables))
+
+
+def _different(values: NDArray[Any]) -> NDArray[Any]:
+    """Ascending. Asked without counts numpy loads `numpy.ma`, as for its median: 3 MB that the daemon never uses."""
+    return np.unique(values, return_counts=True)[0]
 
 
 def _in_grid(grid: Points) -> int | None:
@@ -246,8 +252,8 @@ def _period(stretch: Points, rounds: int) -> Period | None:
     if (pattern[place] != stretch["signature"]).mean() > 1 - FITS_MIN:
         return None
     told = ~np.isnan(stretch["gap_us"])
-    for one in np.unique(place[told]):
-        gap[one] = np.median(stretch["gap_us"][told & (place == one)])
+    for one in _different(place[told]):
+        gap[one] = median(stretch["gap_us"][told & (place == one)].tolist())
     return Period(pattern, gap)
 
 
@@ -263,7 +269,7 @@ def _by_own_times(points: Points, mean_gap_us: float) -> Period | None:
     if len(told) < ROUNDS_MIN:
         return None
     gap = told["gap_us"].astype(np.float64)
-    middle = float(np.median(gap))
+    middle = median(gap.tolist())
     even = float((np.abs(gap - middle) <= EVEN_MAX * middle).mean()) >= EVEN_SHARE_MIN
     if even and abs(mean_gap_us - middle) <= EVEN_MAX * middle:
         return Period(told["signature"][-1:].astype(np.uint32), np.array([middle], np.float32))

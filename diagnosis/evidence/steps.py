@@ -305,7 +305,7 @@ def _head(period: Period) -> int | None:
     if np.isnan(gap).all():
         return None
     head = int(np.nanargmax(gap))
-    return head if gap[head] >= HEAD_MIN * np.nanmedian(gap) else None
+    return head if gap[head] >= HEAD_MIN * median(gap[~np.isnan(gap)].tolist()) else None
 
 
 def step_of(beats: Iterable[Beat]) -> Step | None:

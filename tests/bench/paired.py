@@ -38,10 +38,10 @@ class Difference:
 def difference(launches: Sequence[Sequence[tuple[float, float]]], seed: int = 0) -> Difference:
     """Of pairs (without, with) by launch. The mean is of logarithms of the ratios, so that no direction is favoured.
 
-    Raises ValueError where a launch has no pair.
+    Raises ValueError where a launch has fewer than two pairs, which tell nothing of noise.
     """
-    if not launches or not all(launches):
-        raise ValueError("a launch without a pair")
+    if not launches or min(map(len, launches)) < 2:
+        raise ValueError("a launch has fewer than two pairs")
     ratios = [np.log(np.array(pairs)[:, 1] / np.array(pairs)[:, 0]) for pairs in launches]
     generator = np.random.default_rng(seed)
     means = np.empty(RESAMPLES)
