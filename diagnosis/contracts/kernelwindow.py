@@ -6,7 +6,8 @@ them.
 **`<process>.cupti.control`**, for the life of the process, 256 bytes of shared memory. The process writes who it is and
 in what state the collector is; the daemon writes a request and, last, its number `asked`. A request names its window by
 rounds of one communicator (see `probeframe`), which all ranks count alike: make ready at `warm_round`, record while
-rounds `first_round` to `end_round - 1` are the newest entered. Without a communicator it begins at once and takes
+rounds `first_round` to `end_round - 1` are the newest entered. Who is late begins with the next step of `step_rounds`
+rounds, as the window then says (its own `first_round`). Without a communicator it begins at once and takes
 `duration_ns`. Whatever happens it is over at `deadline_ns`, no more than `WINDOW_S_MAX` from when it is first seen: the
 collector asks nobody and waits for nobody. Another number drops a request that has not begun, and is taken up after one
 that has.
@@ -22,7 +23,7 @@ Both are the job's own word and hostile input.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import IntEnum, IntFlag
 from typing import Final
 
@@ -74,11 +75,12 @@ CONTROL_FIELDS: Final[tuple[Field, ...]] = (
     ("warm_round", "<u8", "uint64_t", 1),
     ("first_round", "<u8", "uint64_t", 1),
     ("end_round", "<u8", "uint64_t", 1),
+    ("step_rounds", "<u8", "uint64_t", 1),  # 0: who is late has no window
     ("duration_ns", "<u8", "uint64_t", 1),  # where there is no communicator
     ("deadline_ns", "<u8", "uint64_t", 1),  # CLOCK_MONOTONIC
     ("collect", "<u4", "uint32_t", 1),  # Collect
     ("asked", "<u4", "uint32_t", 1),  # written last, another one each time; 0: nothing was asked
-    ("reserved2", "<u8", "uint64_t", 8),
+    ("reserved2", "<u8", "uint64_t", 7),
 )
 HEADER_FIELDS: Final[tuple[Field, ...]] = (
     ("magic", "<u8", "uint64_t", 1),
@@ -167,7 +169,7 @@ class Why(IntEnum):
     KINETO = 4  # the program was started with Kineto's own daemon client
     OTHER_INJECTION = 5  # CUDA_INJECTION64_PATH names another library
     REFUSED = 6  # CUPTI refused to record: `error`
-    LATE = 7  # the first round was over before the request was seen, or the time was
+    LATE = 7  # the last round was over before it could begin, or the time was
     NO_ROUNDS = 8  # the communicator's frame was not there, or its rounds did not come
     NO_FILE = 9  # the window could not be written
     REQUEST = 10  # it makes no sense
@@ -229,15 +231,15 @@ class Request:
     warm_round: int = 0
     first_round: int = 0
     end_round: int = 0
+    step_rounds: int = 0
     duration_ns: int = 0
     collect: Collect = Collect.OVERHEAD
 
     def packed(self) -> bytes:
         """What to write at REQUEST_OFFSET, before `asked` at ASKED_OFFSET (u32, another number than before, not 0)."""
         record = np.zeros(1, CONTROL_DTYPE)
-        for name in ("window", "comm_id", "warm_round", "first_round", "end_round", "duration_ns", "deadline_ns"):
-            record[name] = getattr(self, name)
-        record["collect"] = int(self.collect)
+        for field in fields(self):
+            record[field.name] = int(getattr(self, field.name))
         return record.tobytes()[REQUEST_OFFSET:ASKED_OFFSET]
 
 

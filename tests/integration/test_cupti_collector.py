@@ -279,6 +279,27 @@ def test_requests_that_make_no_sense_and_those_that_come_too_late(program: Progr
     assert program.ask("calls Finalize") == "1"  # of the one that was ready
 
 
+@pytest.mark.parametrize(
+    ("entered", "first", "why"), [(12, 13, Why.NONE), (13, 16, Why.NONE), (17, None, Why.LATE)], ids=str
+)
+def test_who_is_late_begins_with_the_next_step_that_the_window_has(
+    program: Program, entered: int, first: int | None, why: Why
+) -> None:
+    program.make_frame()
+    program.enter(entered)
+    program.request(Request(1, soon(), COMM_ID, 9, 10, 19, step_rounds=3))
+    if first is None:
+        assert program.await_done() == why
+        return
+    await_enabled(program, 4)
+    program.enter(first - 1)
+    program.enter(first)
+    program.await_state(State.RECORDING)
+    program.enter(19)
+    assert detached(program) == why
+    assert int(program.window().header["first_round"]) == first
+
+
 def test_rounds_that_stand_still_end_the_window_at_its_deadline(program: Program) -> None:
     program.make_frame()
     program.request(Request(1, soon(3), COMM_ID, 0, 1, 9))

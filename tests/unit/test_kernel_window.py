@@ -116,12 +116,22 @@ def test_whatever_bytes_there_are_it_is_read_or_refused(data: bytes) -> None:
 
 
 def test_a_request_lies_where_the_collector_reads_it() -> None:
-    packed = Request(7, 8, 9, 1, 2, 3, 4).packed()
+    packed = Request(7, 8, 9, 1, 2, 3, 4, 5).packed()
     record = np.zeros(1, contract.CONTROL_DTYPE)
     data = bytearray(record.tobytes())
     data[contract.REQUEST_OFFSET : contract.REQUEST_OFFSET + len(packed)] = packed
     told = np.frombuffer(bytes(data), contract.CONTROL_DTYPE)[0]
-    names = ("window", "deadline_ns", "comm_id", "warm_round", "first_round", "end_round", "duration_ns", "asked")
-    assert [int(told[name]) for name in names] == [7, 8, 9, 1, 2, 3, 4, 0]
+    names = (
+        "window",
+        "deadline_ns",
+        "comm_id",
+        "warm_round",
+        "first_round",
+        "end_round",
+        "step_rounds",
+        "duration_ns",
+        "asked",
+    )
+    assert [int(told[name]) for name in names] == [7, 8, 9, 1, 2, 3, 4, 5, 0]
     assert contract.CONTROL_DTYPE.itemsize == contract.CONTROL_BYTES
     assert contract.HEADER_DTYPE.itemsize == contract.HEADER_BYTES

@@ -62,7 +62,7 @@ void nap(uint64_t ns) {
 }
 
 struct Request {
-  uint64_t window, comm_id, warm_round, first_round, end_round, duration_ns, deadline_ns;
+  uint64_t window, comm_id, warm_round, first_round, end_round, step_rounds, duration_ns, deadline_ns;
   uint32_t collect, number;
 };
 
@@ -70,8 +70,8 @@ struct Request {
 Request read_request(uint32_t number) {
   const tocsin_window_control& from = *g_control;
   return {load(from.window),    load(from.comm_id),     load(from.warm_round),  load(from.first_round),
-          load(from.end_round), load(from.duration_ns), load(from.deadline_ns), load(from.collect),
-          number};
+          load(from.end_round), load(from.step_rounds), load(from.duration_ns), load(from.deadline_ns),
+          load(from.collect),   number};
 }
 
 bool makes_sense(const Request& request, uint64_t now_ns) {
@@ -118,6 +118,27 @@ struct Window {
       }
       nap(found && round - entered <= kNearRounds ? kNearLook_ns : kFarLook_ns);
     }
+  }
+
+  // Where the first round was entered before recording could begin: the next step's. False where there is none in the
+  // window: ranks are compared over the same steps.
+  bool is_in_time() {
+    if (!request.comm_id) {
+      return true;
+    }
+    found = rounds_entered(own, g_directory, g_pid, request.comm_id, &entered) || found;
+    if (entered < request.first_round) {
+      return true;
+    }
+    if (request.step_rounds == 0 || entered >= request.end_round) {
+      return false;
+    }
+    const uint64_t steps = (entered - request.first_round) / request.step_rounds + 1;
+    if (steps > (request.end_round - request.first_round - 1) / request.step_rounds) {
+      return false;
+    }
+    request.first_round += steps * request.step_rounds;
+    return true;
   }
 
   uint32_t await_end() {
@@ -177,7 +198,7 @@ struct Window {
     if (attached.why != TOCSIN_WHY_NONE) {
       return attached;
     }
-    const uint32_t never = await_round(request.first_round, false);
+    const uint32_t never = is_in_time() ? await_round(request.first_round, false) : (uint32_t)TOCSIN_WHY_LATE;
     if (never != TOCSIN_WHY_NONE) {
       client_detach(load(g_leaving));
       return {never, 0};
@@ -206,8 +227,7 @@ struct Window {
     if (why != TOCSIN_WHY_NONE) {
       return {why, 0};
     }
-    // Ranks are compared over the same rounds: who comes too late has no window.
-    if (request.comm_id && entered >= request.first_round) {
+    if (!is_in_time()) {
       return {TOCSIN_WHY_LATE, 0};
     }
     condenser = condenser_make();

@@ -87,11 +87,12 @@ typedef struct tocsin_window_control {
     uint64_t warm_round;
     uint64_t first_round;
     uint64_t end_round;
+    uint64_t step_rounds;
     uint64_t duration_ns;
     uint64_t deadline_ns;
     uint32_t collect;
     uint32_t asked;
-    uint64_t reserved2[8];
+    uint64_t reserved2[7];
 } tocsin_window_control;
 static_assert(sizeof(tocsin_window_control) == 256, "tocsin_window_control");
 
