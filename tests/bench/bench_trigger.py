@@ -22,7 +22,7 @@ from diagnosis.engine.trigger import WINDOW_DTYPE, JobTrigger
 from tests.bench.tables import table
 from tests.stepseries import HEALTHY, Teller, slower
 
-SEEDS = 10
+SEEDS = 4
 STEPS = 4000
 BEGIN = 1000
 SEEN_WITHIN = 300
