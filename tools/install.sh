@@ -108,13 +108,13 @@ if [ "$what" = test ] && [ ! -e ".venv/nccl/nvidia_nccl_cu12-${nccl#*==}.dist-in
     rm -rf .venv/nccl
     .venv/bin/python -m pip install -qq --disable-pip-version-check --no-deps --target .venv/nccl "$nccl"
 fi
-# Only their headers are read, to check what the collector believes of them; never when it is built.
+# Tests hold what the collector believes of CUPTI to these headers, and let it call the libraries; it is built without.
 headers=(nvidia-cuda-cupti==13.5.25 nvidia-cuda-cupti-cu12==12.9.79 nvidia-cuda-runtime==13.5.37 nvidia-cuda-crt==13.5.37)
 if [ "$what" = test ] && [ "$(cat .venv/cupti/which 2>/dev/null)" != "${headers[*]}" ]; then
-    say "pip: ${headers[*]}, whose headers a test compiles (26 MB)"
+    say "pip: ${headers[*]}, which the CUPTI collector is held to (26 MB)"
     rm -rf .venv/cupti
     .venv/bin/python -m pip install -qq --disable-pip-version-check --no-deps --target .venv/cupti "${headers[@]}"
-    find .venv/cupti/nvidia -name '*.so*' -o -name '*.a' | xargs rm -f
+    find .venv/cupti/nvidia \( -name '*.so*' -o -name '*.a' \) ! -name 'libcupti.so*' -delete
     echo "${headers[*]}" >.venv/cupti/which
 fi
 echo "$state" >".venv/installed-$what"

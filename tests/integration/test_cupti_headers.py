@@ -1,4 +1,4 @@
-"""What the collector believes of CUPTI, compiled beside NVIDIA's own headers of two releases."""
+"""What the collector believes of CUPTI, held to NVIDIA's own headers and libraries of two releases."""
 
 from __future__ import annotations
 
@@ -8,11 +8,20 @@ from pathlib import Path
 
 import pytest
 
+from diagnosis.contracts.kernelwindow import Request, State, Why
+
 from tests.integration.cupti_double import HERE, NATIVE
+from tests.integration.cupti_double.program import build, running, soon
 
 HEADERS = Path(sys.prefix) / "cupti" / "nvidia"
 CUDA = HEADERS / "cu13" / "include"
 RELEASES = {"12.9": HEADERS / "cuda_cupti" / "include", "13.5": CUDA}
+LIBRARIES = {
+    "12.9": HEADERS / "cuda_cupti" / "lib" / "libcupti.so.12",
+    "13.5": HEADERS / "cu13" / "lib" / "libcupti.so.13",
+}
+NOT_INITIALIZED, UNKNOWN = 15, 999
+"""What CUPTI answers where there is no driver."""
 
 
 def compiled(include: Path, source: Path, *flags: str) -> subprocess.CompletedProcess[str]:
@@ -35,3 +44,20 @@ def test_a_field_in_another_place_is_found_out(tmp_path: Path) -> None:
     (tmp_path / "cupti_abi.h").write_text(moved)
     done = compiled(CUDA, HERE / "abi_check.cpp", f"-I{tmp_path}")
     assert "CUpti_ActivityKernel9.name lies elsewhere" in done.stderr
+
+
+@pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="with a driver the real library records")
+@pytest.mark.parametrize("release", list(LIBRARIES))
+def test_the_real_library_without_a_driver_refuses_and_the_job_goes_on(
+    release: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    assert LIBRARIES[release].is_file(), "the library is missing: tools/install.sh test"
+    with running(
+        build(tmp_path_factory.getbasetemp()), tmp_path, TOCSIN_CUPTI_LIBRARY=str(LIBRARIES[release])
+    ) as program:
+        for window in (1, 2):
+            program.request(Request(window, soon(), duration_ns=1_000_000))
+            assert program.await_done() == Why.REFUSED
+            assert int(program.control()["error"]) in (NOT_INITIALIZED, UNKNOWN)
+            assert program.state() == State.DORMANT
+        assert program.finish() == ""
