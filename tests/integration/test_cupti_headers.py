@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from diagnosis.contracts.kernelwindow import Request, State, Why
-
 from tests.integration.cupti_double import HERE, NATIVE
 from tests.integration.cupti_double.program import build, running, soon
 
