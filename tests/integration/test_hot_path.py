@@ -75,7 +75,7 @@ def test_nccl_s_plugin_calls_the_clock_and_compares_names_and_nothing_else(
 
 @pytest.mark.parametrize("library", [gloo_double.probe_library, nccl_double.plugin_library])
 def test_a_probe_asks_its_c_library_for_no_allocator_and_no_lock_at_all(library: Callable[[], Path]) -> None:
-    asked = ["nm", "-D", "--undefined-only", library()]
+    asked = ["nm", "-D", "--undefined-only", str(library())]
     wanted = subprocess.run(asked, check=True, capture_output=True, text=True).stdout
     names = [line.split()[-1].split("@")[0] for line in wanted.splitlines()]
     assert "clock_gettime" in names
