@@ -108,6 +108,7 @@ FLOW_DTYPE: Final = np.dtype(
         ("queued_bytes", "<u4"),  # written by the process and not acknowledged
         ("backoff", "u1"),  # doublings of the retransmission timer since an acknowledgement came
         ("ack_age_ms", "<u4"),  # since the newest acknowledgement
+        ("probes", "u1"),  # questions to a receiver whose window is closed, unanswered
     ]
 )
 """TCP connections of a job's ranks, as the kernel's socket table has them."""

@@ -3,7 +3,9 @@
 A flow is *bad* when it is dead, or when its rate lies below the widest gap between the rates of flows of its length.
 Each thing that flows pass through (a link, a switch, the NIC at either end) is a candidate when nearly all its flows
 are bad. Candidates are taken greedily by how many bad flows they alone still explain, the narrower first where two
-explain the same.
+explain the same. Where it is known how much each flow holds up, that is what they explain, and what is left counts only
+if it is about as bad as what is explained: in a ring that stutters innocent flows wait too, for acknowledgements that
+come late on purpose.
 
 What is wrong with it, by load: where it has to carry several times as many flows as its siblings (the other links or
 switches that could have been chosen at the same place), ECMP has put too many flows on one path: polarisation. A *full*
@@ -32,6 +34,7 @@ DRAGGED_MIN = 0.15
 DRAGGED_PART = 0.5
 LOSSY_MIN = 0.003
 TIMES_THE_REST = 10.0
+ALIKE_PART = 0.75
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,20 +69,21 @@ def locate(fabric: Fabric, clean: Collection[int] = (), nodes: Collection[str] =
     if not bad.any() or bad.all():
         return []
     candidates = {key: flows for key, flows in _candidates(fabric).items() if key not in spared}
-    left = bad.copy()
+    left, badness = bad.copy(), _badness(fabric)
     found: list[Place] = []
     while left.any() and len(found) < NAMED_MAX:
-        best, best_key = None, (0, 0)
+        best, best_key = None, (0.0, 0)
         for key, flows in candidates.items():
             if bad[flows].mean() < ALL_BAD:
                 continue
-            gain = int(left[flows].sum())
+            gain = float(badness[flows[left[flows]]].sum())
             if (gain, -_breadth(key[0])) > best_key:
                 best, best_key = key, (gain, -_breadth(key[0]))
-        if best is None or best_key[0] < max(1, int(0.1 * bad.sum())):
+        if best is None or left[candidates[best]].sum() < max(1, int(0.1 * bad.sum())):
             break
         found.append(_place(fabric, best, candidates[best], bad, nodes))
         left[candidates[best]] = False
+        left &= badness >= ALIKE_PART * float(np.median(badness[bad & ~left]))
     return found
 
 
@@ -114,6 +118,13 @@ def _bad_flows(fabric: Fabric) -> Bools:
             rate = 1 / fabric.rtt_us[alike]
         bad[alike[_below_gap(rate)]] = True
     return bad if bad.any() else _lossy(fabric)
+
+
+def _badness(fabric: Fabric) -> Floats:
+    """How much each flow holds up (P,); 1 for all where that is not what makes them bad."""
+    if dead_flows(fabric).any() or not np.isfinite(fabric.dragged).any():
+        return np.ones(len(fabric.gbps))
+    return np.nan_to_num(fabric.dragged)
 
 
 def _lossy(fabric: Fabric) -> Bools:

@@ -6,8 +6,9 @@ round; that is remembered when the far node falls silent. Flows inside a node, a
 job, say nothing of the network between its nodes and are left out.
 
 An end is *busy* while it sends data: only then does its round trip speak of now. A flow is *dead* when data is under
-way, the sender has doubled its timer more than once and nothing was acknowledged for seconds; a receiver that is merely
-stopped does not look so, for its kernel goes on acknowledging.
+way, the sender has doubled its timer more than once and nothing was acknowledged for seconds; or when the receiver had
+closed its window and the sender asks in vain whether it is open again. A receiver that is merely stopped does not look
+so, for its kernel goes on acknowledging, and answers.
 
 Whether a flow is slow is measured by the time that its data was under way, beyond what as many bytes took in the flow's
 own healthy past: what part of the time is that (`dragged`). In a ring all rates drop together, but only the path that
@@ -46,6 +47,7 @@ RECENT: Final = 3
 GROWN_TIMES: Final = 2.0
 GROWN_US: Final = 500.0
 DEAD_BACKOFF: Final = 2
+DEAD_PROBES: Final = 2
 DEAD_MS: Final = 1500
 NIC_PAST_S: Final = 120.0
 NIC_LOOKS_MAX: Final = 128
@@ -275,7 +277,9 @@ def _update(end: FlowEnd, row: np.void, window_s: float, at: float) -> None:
     end.acked = _known(row, "acked_bytes") or 0
     end.busy = window_s > 0 and end.acked >= BUSY_BYTES_PER_S * window_s
     unacked, backoff, age_ms = (_known(row, name) for name in ("unacked", "backoff", "ack_age_ms"))
-    end.dead = bool(unacked) and (backoff or 0) >= DEAD_BACKOFF and (age_ms or 0) >= DEAD_MS
+    lost = bool(unacked) and (backoff or 0) >= DEAD_BACKOFF
+    asked_in_vain = bool(_known(row, "queued_bytes")) and (_known(row, "probes") or 0) >= DEAD_PROBES
+    end.dead = (lost or asked_in_vain) and (age_ms or 0) >= DEAD_MS
     segments, resent = _known(row, "segments"), _known(row, "resent")
     end.resent = resent / segments if segments and resent is not None and end.busy else None
     rtt = _known(row, "rtt_us")

@@ -180,7 +180,7 @@ class _Addresses:
 
 
 def _interest(flow: Flow) -> tuple[bool, int]:
-    stuck = bool(flow.socket.unacked) and flow.socket.backoff > 0
+    stuck = bool(flow.socket.unacked or flow.socket.probes) and flow.socket.backoff > 0
     return stuck, (flow.added[0] or 0) + (flow.added[1] or 0)
 
 
@@ -195,7 +195,7 @@ def _table(kept: list[tuple[int, Flow]], addresses: _Addresses) -> Table:
         "remote_port": [one.remote[1] for one in sockets],
         **dict(zip(_COUNTERS, zip(*(flow.added for _, flow in kept), strict=True), strict=False)),
     }
-    for name in ("rtt_us", "unacked", "queued_bytes", "backoff", "ack_age_ms"):
+    for name in ("rtt_us", "unacked", "queued_bytes", "backoff", "probes", "ack_age_ms"):
         columns[name] = [getattr(one, name) for one in sockets]
     table = empty(wire.FLOW_DTYPE, len(kept))
     for name, values in columns.items():

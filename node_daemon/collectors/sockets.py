@@ -43,7 +43,10 @@ Endpoint = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class TcpSocket:
-    """One connection. Counters run since it was made. None: this kernel does not tell."""
+    """One connection. Counters run since it was made. None: this kernel does not tell.
+
+    `probes`: questions to a receiver whose window is closed, unanswered so far; one that merely does not read answers.
+    """
 
     local: Endpoint
     remote: Endpoint
@@ -51,6 +54,7 @@ class TcpSocket:
     uid: int
     queued_bytes: int
     backoff: int
+    probes: int
     rtt_us: int | None = None
     unacked: int | None = None
     ack_age_ms: int | None = None
@@ -111,6 +115,7 @@ def _socket_of(message: bytes) -> TcpSocket:
         uid=uid,
         queued_bytes=queued,
         backoff=info[4] if len(info) > 4 else 0,
+        probes=info[3] if len(info) > 3 else 0,
         rtt_us=_field(info, 68, 4),
         unacked=_field(info, 24, 4),
         ack_age_ms=_field(info, 56, 4),
@@ -156,10 +161,10 @@ def parse_proc(data: bytes) -> Iterator[TcpSocket]:
         try:
             local, remote = _proc_endpoint(words[1]), _proc_endpoint(words[2])
             queued, doublings = int(words[4].split(b":")[0], 16), int(words[6], 16)
-            uid, inode = int(words[7]), int(words[9])
+            uid, probes, inode = int(words[7]), int(words[8]), int(words[9])
         except (ValueError, IndexError):
             continue
-        yield TcpSocket(local, remote, inode, uid, queued, doublings)
+        yield TcpSocket(local, remote, inode, uid, queued, doublings, probes)
 
 
 def _proc_endpoint(word: bytes) -> Endpoint:

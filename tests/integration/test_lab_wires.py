@@ -1,7 +1,8 @@
-"""A wire that is delayed: longer both ways, whole in what it carries, and as before when it is mended."""
+"""Faults of the lab's wires: a delayed one is longer both ways and whole in what it carries; a black hole is one."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
@@ -10,8 +11,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from node_daemon.collectors.sockets import TcpSocket, read_sockets
 from tests.lab.cluster import Lab
-from tests.lab.system import LabError, in_namespace
+from tests.lab.system import LabError, eventually, in_namespace
 from tests.lab.wires import Wires
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
@@ -99,3 +101,23 @@ def test_a_wire_is_delayed_once_and_its_relay_ends_with_it(lab: Lab, wires: Wire
     wires.mend()
     names = [name for _, name in in_namespace(lab.network.namespace(None), socket.if_nameindex)]
     assert f"t-{NODE}" not in names and f"v-{NODE}" in names
+
+
+def test_a_black_hole_behind_a_closed_window_shows_by_questions_that_nobody_answers(
+    lab: Lab, wires: Wires, ends: tuple[socket.socket, socket.socket]
+) -> None:
+    near, _ = ends
+    near.setblocking(False)
+
+    def sender() -> TcpSocket:
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                near.send(BULK[:65_536])
+        found = in_namespace(lab.network.namespace(NODE), read_sockets)
+        return next(one for one in found if one.local == near.getsockname())
+
+    eventually(lambda: sender().unacked == 0, 10, "all that was sent acknowledged, and the window closed")
+    assert sender().queued_bytes > 0
+    wires.swallow(NODE, [os.getpid()])
+    dead = eventually(lambda: one if (one := sender()).probes >= 2 else None, 10, "two questions in vain")
+    assert dead.unacked == 0, "nothing is under way, and still the connection is dead"

@@ -38,6 +38,8 @@ class Wires:
     lossy: set[str] = field(default_factory=set)
     cut: set[str] = field(default_factory=set)
     busy: bool = True
+    window_closed: bool = False
+    busy_us: dict[frozenset[str], int] = field(default_factory=dict)
     nics: Mapping[str, NicFacts] = field(default_factory=dict)
     state: str = "ok"
 
@@ -61,8 +63,12 @@ class Wires:
             told |= {"acked_bytes": moved, "received_bytes": moved, "segments": 1000 if moved else 0}
             told |= {"resent": 40 if touched & self.lossy and len(touched) == 2 else 0, "unacked": 3 if dead else 0}
             late = touched & (self.lossy | self.slow.keys()) and len(touched) == 2
-            told |= {"busy_us": 0 if not moved else 700_000 if late else 100_000}
-            told |= {"queued_bytes": 0, "backoff": 4 if dead else 0, "ack_age_ms": 5000 if dead else 10}
+            busy_us = self.busy_us.get(frozenset(touched), 700_000 if late else 100_000)
+            told |= {"busy_us": busy_us if moved else 0}
+            told |= {"queued_bytes": 0, "backoff": 4 if dead else 0, "ack_age_ms": 5000 if dead else 10, "probes": 0}
+            if self.window_closed and not moved:  # data waits for the receiver, which is asked ever more rarely
+                told |= {"queued_bytes": 600_000, "unacked": 0, "backoff": 4}
+                told |= {"probes": 3 if dead else 0, "ack_age_ms": 5000 if dead else 2600}
             for name, value in told.items():
                 table[at][name] = value
         sample = msgspec.structs.replace(self.job.sample(node), flows=pack(table))
@@ -129,11 +135,36 @@ def test_dead_connections_of_one_node_name_its_link_and_drain_nothing(
     assert verdict.action.flag == "fabric"
 
 
-def test_a_stopped_receiver_is_no_dead_connection() -> None:
+def test_connections_whose_receiver_is_asked_in_vain_whether_it_takes_more_are_dead() -> None:
     history, wires = _healthy()
+    wires.cut.add(BAD)
+    wires.window_closed = True
+    assert _links(_hang(history, wires)) == [(f"{BAD}-fabric", BAD, "link_fault")]
+
+
+@pytest.mark.parametrize("window_closed", [False, True], ids=["window open", "window closed"])
+def test_a_stopped_receiver_is_no_dead_connection(window_closed: bool) -> None:
+    history, wires = _healthy()
+    wires.window_closed = window_closed
     verdict = _hang(history, wires)
     assert verdict.culprits == [] and verdict.class_ is None, "all connections live: nobody is named"
     assert history.network.fabric(Topology(), wires.job.now_ms / 1000, 5.0) is not None
+
+
+def test_an_innocent_flow_that_waits_in_a_slow_ring_makes_no_second_culprit() -> None:
+    history, wires = _healthy(4, 1)
+    wires.slow[BAD] = 12_000
+    wires.busy_us[frozenset({"gpu001", "gpu002"})] = 400_000  # half as late as those through the narrow link
+    now = _run(history, wires, 12, transfer_ms=60.0)
+    assert _links(diagnose(history, {}, now)) == [(f"{BAD}-fabric", BAD, "link_fault")]
+
+
+def test_two_narrow_links_are_both_named() -> None:
+    history, wires = _healthy(8, 1)
+    wires.slow |= {"gpu003": 12_000, "gpu006": 12_000}
+    now = _run(history, wires, 12, transfer_ms=60.0)
+    named = {node for _, node, _ in _links(diagnose(history, {}, now))}
+    assert named == {"gpu003", "gpu006"}
 
 
 @pytest.mark.parametrize(("ranks", "per_node"), [(8, 2), (4, 1)])

@@ -89,8 +89,8 @@ def test_loopback_has_its_address_and_is_a_port_only_when_asked_for() -> None:
 
 
 def _socket(**about: int | None) -> TcpSocket:
-    values = {"queued_bytes": 0, "backoff": 0, "acked_bytes": 100, "received_bytes": 0, "segments": 2, "resent": 0}
-    values |= {"busy_us": 30}
+    values = {"queued_bytes": 0, "backoff": 0, "probes": 0, "acked_bytes": 100, "received_bytes": 0, "segments": 2}
+    values |= {"resent": 0, "busy_us": 30}
     return TcpSocket(("10.0.0.1", 1000), ("10.0.0.2", 2000), 7, 5, **(values | about))  # type: ignore[arg-type]
 
 
