@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tests.detection import Told, note
+from tests.detection import FILE, Told, note
 from tests.lab.cluster import Lab
 from tests.lab.faults import Duty, RankProcess, kill, stop_forever
 from tests.lab.stack import Stack
@@ -189,8 +189,18 @@ def _judge(running: Running, classes: Collection[str | None], culprit: str) -> N
     try:
         eventually(right, VERDICT_S, f"{classes} at {wanted}", 0.2)
     except (LabError, AssertionError) as error:
-        error.add_note(str([one["verdict"] for one in _incidents(running)]))
+        _keep(running, error)
         raise
+
+
+def _keep(running: Running, error: Exception) -> None:
+    """What the verdicts of a case that failed were, and what the newest was given on."""
+    told = _incidents(running)
+    error.add_note(str([one["verdict"] for one in told]))
+    if told:
+        file = FILE.with_name(f"incident-{told[0]['id']}.tar.zst")
+        running.site.stack.capture(told[0]["id"], file)
+        error.add_note(f"kept: {file}")
 
 
 def _case(site: Site, name: str, shape: Shape, repeat: int = 0) -> None:
@@ -220,7 +230,7 @@ def test_a_fault_of_4_ranks_is_told_by_its_class_and_its_culprit(site: Site, nam
 
 
 @pytest.mark.acceptance
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", CASES)
 def test_a_fault_of_4_ranks_is_told_right_each_time(site: Site, name: str) -> None:
     for repeat in range(REPEATS):

@@ -180,6 +180,13 @@ class Stack:
         """`tocsin show ID --json`."""
         return dict(self.get(f"/incidents/{incident}"))
 
+    def capture(self, incident: str, file: Path) -> None:
+        """`tocsin capture`: what an incident's verdict was given on."""
+        argv = [sys.executable, "-m", "controller", "capture", incident, "--force", "--out", str(file)]
+        options = ["--socket", str(self.socket)]
+        environment = {**self.lab.environment(), **_source_path()}
+        subprocess.run([*argv, *options], check=True, capture_output=True, timeout=30, env=environment)
+
     def job(self, job: int) -> dict[str, Any] | None:
         """The newest attempt of a job as the controller sees it."""
         found = [one for one in self.status()["jobs"] if one["job_id"] == job]

@@ -114,8 +114,7 @@ class Trainer:
             return
         if long:
             self.paused = True
-            time.sleep(LONG_CHECKPOINT_S)
-        time.sleep(self.duties.save_s)
+        time.sleep(LONG_CHECKPOINT_S if long else self.duties.save_s)
         self.save_now = False
         part = self.checkpoint.with_suffix(".part")
         torch.save({"model": self.model.state_dict(), "step": self.step}, part)
