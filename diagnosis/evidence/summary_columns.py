@@ -22,6 +22,7 @@ from diagnosis.evidence.notes import Notes
 
 SOURCE: Final = "summaries"
 _QUANTILES: Final = {"p50_us": 0.5, "p90_us": 0.9, "p95_us": 0.95, "p99_us": 0.99}
+_KIND_STRIDE: Final = np.uint64(0x9E3779B97F4A7C15)
 _NS_PER_US: Final = 1e3
 _NS_PER_MS: Final = 1e6
 _PHASES_MAX: Final = 256
@@ -49,10 +50,8 @@ def columns_of(
         return None
     told = [by_rank[rank] for rank in sorted(by_rank)]
     rows = np.concatenate([functions for _, functions, _ in told])
-    keys, first, operator = np.unique(
-        rows[["name", "kind"]].astype([("name", "u8"), ("kind", "u1")]), return_index=True, return_inverse=True
-    )
-    del keys
+    key = rows["name"] + rows["kind"] * _KIND_STRIDE  # a hostile row may have another kind than its name
+    _, first, operator = np.unique(key, return_index=True, return_inverse=True)
     texts = {**names, **{hashed: (kind, OTHERS[kind]) for kind, hashed in enumerate(OTHER_HASHES)}}
     named = [_named(int(rows["name"][at]), int(rows["kind"][at]), texts) for at in first.tolist()]
     notes.add(SOURCE, "a function whose name has not come", count=sum(text.startswith("(unnamed") for text in named))
