@@ -41,7 +41,7 @@ acts_per_hour_max = 40
 dwell_s = 0.0
 
 [slow]
-dwell_s = 0.0
+dwell_s = {slow_dwell_s}
 checkpoint_signal = "USR1"
 checkpoint_grace_s = 2.0
 restart_cost_s = 60.0
@@ -95,9 +95,10 @@ drain_per_s = 50.0
 
 
 class Stack:
-    """`lab` must have been made with the probe and be running. `path`: put first on the controller's PATH."""
+    """`lab` must have been made with the probe and be running. `path`: put first on the controller's PATH.
+    `slow_dwell_s`: how long a verdict on a slow job must have stood before it is acted upon."""
 
-    def __init__(self, lab: Lab, *, mode: str = "act", path: Path | None = None) -> None:
+    def __init__(self, lab: Lab, *, mode: str = "act", path: Path | None = None, slow_dwell_s: float = 0.0) -> None:
         self.lab = lab
         self.directory = lab.directory / "tocsin"
         self.directory.mkdir()
@@ -110,7 +111,7 @@ class Stack:
         self._secret = secrets.token_bytes(32)
         library = build(self.directory)
         self.gpus = {name: FakeGpus(self.directory / f"{name}.gpus", library, name) for name in lab.node_names}
-        self._write_configuration(mode)
+        self._write_configuration(mode, slow_dwell_s)
 
     # -- life ------------------------------------------------------------------------------------------------------
 
@@ -233,11 +234,11 @@ class Stack:
     def _file(self, name: str) -> Path:
         return self.directory / f"{name}.toml"
 
-    def _write_configuration(self, mode: str) -> None:
+    def _write_configuration(self, mode: str, slow_dwell_s: float) -> None:
         secret = self.directory / "secret"
         self._write_private(secret, self._secret.hex())
         policy = self._file("policy")
-        policy.write_text(POLICY.format(mode=mode))
+        policy.write_text(POLICY.format(mode=mode, slow_dwell_s=slow_dwell_s))
         address = self.lab.switch_address
         self._file("controller").write_text(
             CONTROLLER.format(
