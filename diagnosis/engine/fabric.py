@@ -58,17 +58,21 @@ def behind_own_link(job: Job, fabric: Fabric) -> set[int]:
     return set(np.flatnonzero((job.node >= 0) & linked[job.node]).tolist()) if len(linked) else set()
 
 
-def locate(fabric: Fabric, clean: Collection[int] = (), nodes: Collection[str] = ()) -> list[Place]:
+def locate(
+    fabric: Fabric, clean: Collection[int] = (), nodes: Collection[str] = (), untold: Bools | None = None
+) -> list[Place]:
     """The guilty things, those that explain most first; empty where no flow is bad or nothing explains the bad ones.
 
     `clean`: ranks whose NIC has told its counters and is well; they are not suspected for their flows. `nodes`: names
-    of nodes, to know a node's own link by.
+    of nodes, to know a node's own link by. `untold` (P,): flows that are no sign of health.
     """
     spared = {("rank", str(rank)) for rank in clean}
     bad = _bad_flows(fabric)
-    if not bad.any() or bad.all():
+    told = np.ones(len(bad), np.bool_) if untold is None else bad | ~untold
+    if not bad.any() or bad[told].all():
         return []
-    candidates = {key: flows for key, flows in _candidates(fabric).items() if key not in spared}
+    known = {key: flows[told[flows]] for key, flows in _candidates(fabric).items() if key not in spared}
+    candidates = {key: flows for key, flows in known.items() if len(flows)}
     left, badness = bad.copy(), _badness(fabric)
     found: list[Place] = []
     while left.any() and len(found) < NAMED_MAX:

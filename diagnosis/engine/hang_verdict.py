@@ -5,10 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from diagnosis.contracts.verdict import DOMAIN_OF_CAUSE, Action, Culprit, EvidenceItem, Verdict
-from diagnosis.engine import exits, words
+from diagnosis.engine import dead_paths, exits, words
 from diagnosis.engine.accused import name_gpus
 from diagnosis.engine.cuts import Cut, find_cut
-from diagnosis.engine.fabric import behind_own_link, dead_flows, locate
 from diagnosis.engine.lanes import Lanes
 from diagnosis.engine.shapes import usual_steps
 from diagnosis.engine.thresholds import Thresholds
@@ -24,7 +23,6 @@ GPU_NAMED = 0.97  # the hardware's own word, where the counts point or only one 
 NOT_ENTERED = 0.95  # waited for, and inside nothing: 1,757 of 1,760, in the rest a second one was stuck as well
 CROSSED = 0.95  # calls that contradict each other, one rank against the rest: 929 of 929
 BROKEN_AND_NEEDED = 0.95  # the one broken thing that a standing round goes through: 467 of 467
-FLOWS_DEAD = 0.95  # what all dead flows have in common: 952 of 952
 FELL_SILENT = 0.9  # 960 of 960, but what silences a collector may do so at that moment
 COUNTS = 0.9  # transfer steps told on both sides of the cut: 886 of 886, no second witness
 KILLED_NEAR = 0.9  # waited for, and the kernel killed or lost some process of its node
@@ -34,7 +32,6 @@ NEVER_HEARD = 0.85  # the one member that was never heard: 960 of 960, none of t
 COUNTS_BOUNDED = 0.8  # transfer steps of which some are bounds: 49 of 51
 COUNTS_OF_SEVERAL = 0.5  # the lowest told in a tree, with one beneath it of which nothing is told: 4 of 7
 VAGUE = 0.6  # not entered, but it does not tell where it stands; not drilled
-LINK_UNSURE = 0.55  # one connection between two ranks, from their counts alone
 FIRM = 0.85
 """From here on a culprit is no guess: it stands beside others, and before what is silent."""
 EVIDENCE_MAX = 12
@@ -121,9 +118,11 @@ def decide(lanes: Lanes, stall: Stall, limits: Thresholds, unseen: list[str]) ->
     if stall.undecided or (stall.circle and not stall.receivers):
         return _undecided(case)
     inside = _find_inside(case)
-    if stall.silent and not any(culprit.confidence >= FIRM for culprit in inside):
+    firm = any(culprit.confidence >= FIRM for culprit in inside)
+    dead = [] if proven or firm else _dead_between(case)
+    if stall.silent and not firm and not dead:
         return _silent(case)
-    return _stands_inside(case, inside)
+    return _stands_inside(case, dead or inside)
 
 
 def _divergent(case: _Case) -> Verdict:
@@ -201,7 +200,7 @@ def _left_inside(case: _Case) -> Verdict:
         cause = found[1].cause if found is not None else "unknown"
         culprits.append(case.culprit(rank, cause, GPU_NAMED if found is not None else COUNTS))
     if all(culprit.cause == "unknown" for culprit in culprits):
-        culprits = _dead_links(case) or culprits
+        culprits = _dead_links(case) or _dead_between(case) or culprits
     return case.verdict("H3", culprits, _action_inside(culprits))
 
 
@@ -359,39 +358,16 @@ def _ranks_on_node(case: _Case, members: list[int], rank: int) -> list[int]:
 
 
 def _dead_links(case: _Case) -> list[Culprit]:
-    """The links or switches that all dead flows have in common, if flows were gathered."""
-    fabric = case.lanes.incident.fabric
-    if fabric is None or not dead_flows(fabric).any():
-        return []
-    spared = _well_connected(case) | behind_own_link(case.job, fabric)
-    places = [one for one in locate(fabric, spared, case.job.node_names) if one.kind in ("link", "switch")]
-    for place in places:
-        case.evidence.append(EvidenceItem(kind="flows", text=place.text, witness="network"))
-    return [
-        Culprit(
-            kind=place.kind,
-            link=place.name if place.kind == "link" else None,
-            switch=place.name if place.kind == "switch" else None,
-            node=place.node,
-            cause="link_fault",
-            domain="network",
-            confidence=FLOWS_DEAD,
-        )
-        for place in places
-    ]
+    culprits, evidence = dead_paths.in_common(case.lanes.incident)
+    case.evidence += evidence
+    return culprits
 
 
-def _well_connected(case: _Case) -> set[int]:
-    """Ranks whose NIC has told that its link is up: dead flows are not its doing."""
-    table = case.lanes.incident.ib
-    if table is None or "link" not in table.values:
-        return set()
-    up = np.flatnonzero((table.values["link"] > 0) & (table.node >= 0))
-    told = {(case.job.node_names[table.node[row]], table.entity[row]) for row in up}
-    places = ((rank, case.where(rank)) for rank in range(case.lanes.world))
-    return {rank for rank, (node, _, nic) in places if node is not None and nic is not None and (node, nic) in told}
+def _dead_between(case: _Case) -> list[Culprit]:
+    culprits, evidence = dead_paths.between(case.lanes.incident)
+    case.evidence += evidence
+    return culprits
 
 
 def _link(case: _Case, edge: tuple[int, int]) -> Culprit:
-    ends = "-".join(str(case.where(rank)[0]) for rank in edge)
-    return Culprit(kind="link", link=ends, cause="link_fault", domain="network", confidence=LINK_UNSURE)
+    return dead_paths.link_between("-".join(str(case.where(rank)[0]) for rank in edge))

@@ -31,12 +31,14 @@ BAD = "gpu003"
 
 @dataclass
 class Wires:
-    """The sockets of a job whose ranks form a ring. `slow`, `lossy`, `cut`: by node, what is wrong with its link."""
+    """The sockets of a job whose ranks form a ring. `slow`, `lossy`, `cut`: by node, what is wrong with its link;
+    `cut_between`: two nodes with data under way between them that is lost."""
 
     job: SimJob
     slow: dict[str, int] = field(default_factory=dict)
     lossy: set[str] = field(default_factory=set)
     cut: set[str] = field(default_factory=set)
+    cut_between: set[str] = field(default_factory=set)
     busy: bool = True
     window_closed: bool = False
     busy_us: dict[frozenset[str], int] = field(default_factory=dict)
@@ -56,7 +58,7 @@ class Wires:
                 rows.append((row, order.index(node), ports[0], order.index(peer.node), ports[1], {node, peer.node}))
         table = empty(wire.FLOW_DTYPE, len(rows))
         for at, (row, local, local_port, remote, remote_port, touched) in enumerate(rows):
-            dead = bool(touched & self.cut) and len(touched) == 2
+            dead = bool(touched & self.cut or touched == self.cut_between) and len(touched) == 2
             told = {"rank_row": row, "local": local, "local_port": local_port, "remote": remote}
             told |= {"remote_port": remote_port, "rtt_us": max([HEALTHY_US, *(self.slow.get(n, 0) for n in touched)])}
             moved = BUSY_BYTES if self.busy and not dead else 0
@@ -133,6 +135,23 @@ def test_dead_connections_of_one_node_name_its_link_and_drain_nothing(
     )
     assert (verdict.action.kind, verdict.action.nodes, verdict.action.exclude) == ("requeue", [], [BAD])
     assert verdict.action.flag == "fabric"
+
+
+def test_a_silent_node_at_the_one_dead_connection_is_guilty_for_nobody_tells_of_its_others() -> None:
+    history, wires = _healthy(4, 1)
+    wires.cut_between = {"gpu002", BAD}
+    verdict = _hang(history, wires, frozenset({BAD}))
+    assert (verdict.class_, _links(verdict)) == ("H3", [(f"{BAD}-fabric", BAD, "link_fault")])
+
+
+def test_one_dead_connection_between_nodes_that_are_heard_names_the_path_and_neither_end() -> None:
+    history, wires = _healthy(4, 1)
+    wires.cut_between = {"gpu002", BAD}
+    verdict = _hang(history, wires)
+    assert (verdict.class_, _links(verdict)) == ("H3", [(f"gpu002-{BAD}", None, "link_fault")])
+    assert verdict.culprits[0].rank is None and verdict.culprits[0].confidence < 0.6
+    assert (verdict.action.kind, verdict.action.exclude, verdict.action.flag) == ("notify", [], "fabric")
+    assert any(item.witness == "network" for item in verdict.evidence)
 
 
 def test_connections_whose_receiver_is_asked_in_vain_whether_it_takes_more_are_dead() -> None:
