@@ -18,6 +18,7 @@ buckets as distances (the first of a row from -1, so that none is zero), then al
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -165,21 +166,50 @@ def decode(packed: bytes, rows: int) -> Histograms:
 
     Raises AgentFault (reason `histogram`) where it is none of so many rows. What it takes is bounded by its length.
     """
-    numbers = _from_varints(packed)
-    filled, rest = numbers[:rows], numbers[rows:]
-    if len(filled) != rows or int(filled.sum()) * 2 != len(rest) or (rows and int(filled.max()) > BUCKETS):
-        raise AgentFault(f"{len(numbers)} numbers are no histograms of {rows} rows", reason="histogram")
-    distance, count = rest[: len(rest) // 2], rest[len(rest) // 2 :]
-    start = np.concatenate([[0], np.cumsum(filled)]).astype(np.int64)
-    if len(rest) and not (
+    return decode_all([packed], [rows])
+
+
+def decode_all(packed: Sequence[bytes], rows: Sequence[int]) -> Histograms:
+    """The histograms of many strings, one after the other, in one pass. `rows`: how many each holds.
+
+    Raises AgentFault (reason `histogram`) where one of them is none of so many rows.
+    """
+    octets = np.frombuffer(b"".join(packed), np.uint8)
+    last = np.cumsum([len(one) for one in packed], dtype=np.int64)
+    if any(one and one[-1] >= 0x80 for one in packed):
+        raise AgentFault("histograms that break off within a number", reason="histogram")
+    numbers = _from_varints(octets)
+    told = np.concatenate([[0], np.cumsum(octets < 0x80)])[last]  # numbers up to the end of each string
+    many = np.array(rows, np.int64)
+    begin = np.concatenate([[0], told[:-1]]).astype(np.int64)
+    cells, odd = np.divmod(told - begin - many, 2)
+    if (cells < 0).any() or odd.any():
+        raise AgentFault(f"{len(numbers)} numbers are no histograms of {many.sum()} rows", reason="histogram")
+    filled = numbers[_ranges(begin, many)]
+    row_sums = np.concatenate([[0], np.cumsum(filled)]).astype(np.int64)
+    ends = np.cumsum(many)
+    if (len(filled) and filled.max() > BUCKETS) or (row_sums[ends] - row_sums[ends - many] != cells).any():
+        raise AgentFault("histograms with more or fewer buckets than they say", reason="histogram")
+    return _walked(row_sums, numbers[_ranges(begin + many, cells)], numbers[_ranges(begin + many + cells, cells)])
+
+
+def _walked(start: NDArray[np.int64], distance: NDArray[np.int64], count: NDArray[np.int64]) -> Histograms:
+    if len(count) and not (
         0 < distance.min() <= distance.max() <= BUCKETS and 0 < count.min() <= count.max() <= COUNT_MAX
     ):
         raise AgentFault("a histogram with an impossible distance or count", reason="histogram")
     walked = np.concatenate([[0], np.cumsum(distance)]).astype(np.int64)
-    bucket = walked[1:] - 1 - np.repeat(walked[start[:-1]], filled)
+    bucket = walked[1:] - 1 - np.repeat(walked[start[:-1]], np.diff(start))
     if len(bucket) and bucket.max() >= BUCKETS:
         raise AgentFault("a histogram with more buckets than there are", reason="histogram")
     return Histograms(start, bucket, count)
+
+
+def _ranges(begin: NDArray[np.int64], length: NDArray[np.int64]) -> NDArray[np.int64]:
+    """begin[0], begin[0] + 1, ... (length[0] of them), begin[1], ..."""
+    ends = np.cumsum(length)
+    places: NDArray[np.int64] = np.arange(int(ends[-1]) if len(ends) else 0) + np.repeat(begin - ends + length, length)
+    return places
 
 
 def _varints(numbers: NDArray[np.int64]) -> bytes:
@@ -193,11 +223,9 @@ def _varints(numbers: NDArray[np.int64]) -> bytes:
     return (digits | np.where(place + 1 < np.repeat(used, used), 0x80, 0)).astype(np.uint8).tobytes()
 
 
-def _from_varints(packed: bytes) -> NDArray[np.int64]:
-    octets = np.frombuffer(packed, np.uint8)
+def _from_varints(octets: NDArray[np.uint8]) -> NDArray[np.int64]:
+    """The numbers of octets of which the last ends one."""
     end = np.flatnonzero(octets < 0x80) + 1
-    if len(octets) and octets[-1] >= 0x80:
-        raise AgentFault("histograms that break off within a number", reason="histogram")
     start = np.concatenate([[0], end[:-1]]).astype(np.int64) if len(end) else end.astype(np.int64)
     used = end - start
     if len(used) and used.max() > _VARINT_BYTES_MAX:

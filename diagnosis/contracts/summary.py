@@ -16,7 +16,7 @@ seen or read stands in `unseen`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from math import isfinite
 from typing import Final
@@ -26,7 +26,7 @@ import numpy as np
 import zstandard
 
 from diagnosis.contracts import histogram
-from diagnosis.contracts.columns import Columns, Table, unpack
+from diagnosis.contracts.columns import Columns, Table, null_of, rows_of
 from diagnosis.contracts.errors import AgentFault
 from diagnosis.contracts.histogram import Histograms
 from diagnosis.contracts.report import RANKS_MAX, decompress
@@ -183,12 +183,32 @@ def table(summary: RankSummary) -> tuple[Table, Histograms]:
 
     Raises AgentFault (reason `columns`, `histogram` or `limits`).
     """
-    functions = unpack(summary.functions, FUNCTION_DTYPE, FUNCTIONS_MAX)
+    functions, histograms, _ = tables([summary])
+    return functions, histograms
+
+
+def tables(summaries: Sequence[RankSummary]) -> tuple[Table, Histograms, list[int]]:
+    """The functions of many summaries, one after the other, and how many each has.
+
+    Raises AgentFault (reason `columns`, `histogram` or `limits`) where one of them is not sound.
+    """
+    names = FUNCTION_DTYPE.names or ()
+    rows = [rows_of(one.functions, FUNCTION_DTYPE) for one in summaries]
+    if rows and max(rows) > FUNCTIONS_MAX:
+        raise AgentFault(f"{max(rows)} functions, at most {FUNCTIONS_MAX} are taken", reason="columns")
+    if any(len(one.histograms) > HISTOGRAM_BYTES_MAX for one in summaries):
+        raise AgentFault(f"more than {HISTOGRAM_BYTES_MAX} bytes of histograms", reason="limits")
+    functions = np.empty(sum(rows), FUNCTION_DTYPE)
+    for name in names:
+        dtype = FUNCTION_DTYPE[name]
+        null = null_of(dtype).to_bytes(dtype.itemsize, "little")
+        parts = [one.functions.get(name, null * count) for one, count in zip(summaries, rows, strict=True)]
+        if any(len(part) != count * dtype.itemsize for part, count in zip(parts, rows, strict=True)):
+            raise AgentFault(f"column {name} is not as long as the others", reason="columns")
+        functions[name] = np.frombuffer(b"".join(parts), dtype)
     if len(functions) and functions["kind"].max() >= len(KINDS):
         raise AgentFault("a function of an unknown kind", reason="limits")
-    if len(summary.histograms) > HISTOGRAM_BYTES_MAX:
-        raise AgentFault(f"{len(summary.histograms)} bytes of histograms", reason="limits")
-    return functions, histogram.decode(summary.histograms, len(functions))
+    return functions, histogram.decode_all([one.histograms for one in summaries], rows), rows
 
 
 def _check_limits(summaries: NodeSummaries) -> None:

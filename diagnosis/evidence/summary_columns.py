@@ -6,23 +6,26 @@ mean, quantiles and behaviour are those of nothing. A hash whose text nobody sen
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
+from numpy.lib.recfunctions import repack_fields
 from numpy.typing import NDArray
 
 from diagnosis.contracts import histogram
-from diagnosis.contracts.columns import Table, null_of
+from diagnosis.contracts.columns import null_of
 from diagnosis.contracts.errors import AgentFault
 from diagnosis.contracts.histogram import Histograms
 from diagnosis.contracts.incident import WORLD_MAX, Floats, Summaries
-from diagnosis.contracts.summary import FUNCTION_DTYPE, KINDS, OTHER_HASHES, OTHERS, PARTS, RankSummary, table
+from diagnosis.contracts.summary import FUNCTION_DTYPE, KINDS, OTHER_HASHES, OTHERS, PARTS, RankSummary, table, tables
 from diagnosis.evidence.notes import Notes
 
 SOURCE: Final = "summaries"
 _QUANTILES: Final = {"p50_us": 0.5, "p90_us": 0.9, "p95_us": 0.95, "p99_us": 0.99}
 _KIND_STRIDE: Final = np.uint64(0x9E3779B97F4A7C15)
+_AT_ONCE: Final = 1024
 _NS_PER_US: Final = 1e3
 _NS_PER_MS: Final = 1e6
 _PHASES_MAX: Final = 256
@@ -35,37 +38,71 @@ def columns_of(
 
     A summary that cannot be read, or is a rank's second, is left out and noted.
     """
-    by_rank: dict[int, tuple[RankSummary, Table, Histograms]] = {}
+    by_rank: dict[int, RankSummary] = {}
     for one in summaries:
         if not 0 <= one.rank < WORLD_MAX:
             notes.add(SOURCE, "a summary without a possible rank is left out")
         elif one.rank in by_rank:
             notes.add(SOURCE, "a second summary of a rank is left out")
         else:
-            try:
-                by_rank[one.rank] = (one, *table(one))
-            except AgentFault as fault:
-                notes.add(SOURCE, f"a summary cannot be read: {fault}")
-    if not by_rank:
+            by_rank[one.rank] = one
+    some = [_some(part, notes) for part in _batches([by_rank[rank] for rank in sorted(by_rank)])]
+    told = [one for part in some for one in part.told]
+    if not told:
         return None
-    told = [by_rank[rank] for rank in sorted(by_rank)]
-    rows = np.concatenate([functions for _, functions, _ in told])
-    key = rows["name"] + rows["kind"] * _KIND_STRIDE  # a hostile row may have another kind than its name
+    names_and_kinds = np.concatenate([part.functions for part in some])
+    key = names_and_kinds["name"] + names_and_kinds["kind"] * _KIND_STRIDE  # a name may lie about its kind
     _, first, operator = np.unique(key, return_index=True, return_inverse=True)
+    kinds = names_and_kinds["kind"][first].tolist()
     texts = {**names, **{hashed: (kind, OTHERS[kind]) for kind, hashed in enumerate(OTHER_HASHES)}}
-    named = [_named(int(rows["name"][at]), int(rows["kind"][at]), texts) for at in first.tolist()]
+    hashes = names_and_kinds["name"][first].tolist()
+    named = [_named(hashed, kind, texts) for hashed, kind in zip(hashes, kinds, strict=True)]
     notes.add(SOURCE, "a function whose name has not come", count=sum(text.startswith("(unnamed") for text in named))
     return Summaries(
-        rank=np.array([one.rank for one, _, _ in told], np.int32),
-        step_ms=np.array([np.nan if one.step_ms is None else _sound(one.step_ms) for one, _, _ in told]),
-        steps=np.array([np.nan if one.steps is None else _sound(one.steps) for one, _, _ in told]),
-        phases=_phases([one for one, _, _ in told], notes),
-        worker=np.repeat(np.arange(len(told)), [len(functions) for _, functions, _ in told]).astype(np.int32),
+        rank=np.array([one.rank for one in told], np.int32),
+        step_ms=np.array([np.nan if one.step_ms is None else _sound(one.step_ms) for one in told]),
+        steps=np.array([np.nan if one.steps is None else _sound(one.steps) for one in told]),
+        phases=_phases(told, notes),
+        worker=np.repeat(np.arange(len(told)), [rows for part in some for rows in part.rows]).astype(np.int32),
         operator=operator.astype(np.int32),
         operator_names=tuple(named),
-        kind=tuple(KINDS[kind] for kind in rows["kind"][first].tolist()),
-        stats=_stats(rows, _joined([histograms for _, _, histograms in told])),
+        kind=tuple(KINDS[kind] for kind in kinds),
+        stats={name: np.concatenate([part.stats.pop(name) for part in some]) for name in tuple(some[0].stats)},
     )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Some:
+    """A part of the summaries: those that can be read, rows of each, name and kind of each row, and `_stats`."""
+
+    told: list[RankSummary]
+    rows: list[int]
+    functions: NDArray[np.void]
+    stats: dict[str, Floats]
+
+
+def _some(summaries: Sequence[RankSummary], notes: Notes) -> _Some:
+    told = list(summaries)
+    try:
+        functions, histograms, rows = tables(told)
+    except AgentFault:
+        told = [one for one in told if _readable(one, notes)]
+        functions, histograms, rows = tables(told)
+    return _Some(told, rows, repack_fields(functions[["name", "kind"]]), _stats(functions, histograms))
+
+
+def _batches(summaries: list[RankSummary]) -> Iterator[list[RankSummary]]:
+    for at in range(0, len(summaries), _AT_ONCE):
+        yield summaries[at : at + _AT_ONCE]
+
+
+def _readable(one: RankSummary, notes: Notes) -> bool:
+    try:
+        table(one)
+    except AgentFault as fault:
+        notes.add(SOURCE, f"a summary cannot be read: {fault}")
+        return False
+    return True
 
 
 def _named(hashed: int, kind: int, texts: Mapping[int, tuple[int, str]]) -> str:
@@ -86,16 +123,6 @@ def _phases(told: list[RankSummary], notes: Notes) -> dict[str, Floats]:
                 continue
             phases.setdefault(name, np.full(len(told), np.nan))[worker] = _sound(value)
     return phases
-
-
-def _joined(many: list[Histograms]) -> Histograms:
-    offset = np.cumsum([0, *(len(one.bucket) for one in many)])
-    starts = [one.start[:-1] + offset[at] for at, one in enumerate(many)]
-    return Histograms(
-        np.concatenate([*starts, offset[-1:]]).astype(np.int64),
-        np.concatenate([one.bucket for one in many]),
-        np.concatenate([one.count for one in many]),
-    )
 
 
 def _stats(rows: NDArray[np.void], histograms: Histograms) -> dict[str, Floats]:

@@ -74,6 +74,27 @@ def test_what_travels_comes_back(told: histogram.Histograms) -> None:
     assert _same(histogram.decode(histogram.encode(told), told.rows), told)
 
 
+@given(st.lists(_many(), max_size=4))
+def test_many_strings_are_read_as_one_by_one(told: list[histogram.Histograms]) -> None:
+    packed = [histogram.encode(one) for one in told]
+    rows = [one.rows for one in told]
+    at_once = histogram.decode_all(packed, rows)
+    assert at_once.rows == sum(rows)
+    first = 0
+    for one in told:
+        part = slice(int(at_once.start[first]), int(at_once.start[first + one.rows]))
+        assert at_once.bucket[part].tolist() == one.bucket.tolist()
+        assert at_once.count[part].tolist() == one.count.tolist()
+        first += one.rows
+
+
+def test_one_string_cannot_lend_numbers_to_the_next() -> None:
+    with pytest.raises(AgentFault):
+        histogram.decode_all([b"\x01\x01\x01\x01", b""], [1, 1])
+    with pytest.raises(AgentFault):
+        histogram.decode_all([b"\x01\x01\x81", b"\x01"], [1, 0])
+
+
 @given(_many(), st.data())
 def test_merging_adds(told: histogram.Histograms, data: st.DataObject) -> None:
     into = np.array(data.draw(st.lists(st.integers(0, 2), min_size=told.rows, max_size=told.rows)), np.int64)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from diagnosis.contracts import histogram, summary
 from diagnosis.contracts.errors import AgentFault
 from diagnosis.contracts.summary import COMM, COMPUTE, HOST, KINDS, OTHERS, PARTS, NodeSummaries, RankSummary
+from diagnosis.evidence import summary_columns
 from diagnosis.evidence.functions import Functions, fitted, merged, with_functions
 from diagnosis.evidence.notes import Notes
 from diagnosis.evidence.summary_columns import columns_of
@@ -157,6 +158,22 @@ def test_ranks_are_joined_by_name_and_sorted() -> None:
     assert columns.stats["mean_us"][columns.operator == host].tolist() == [5.0, 1.0]
     assert np.isnan(columns.phases["host_ms"][1])
     assert notes.lines() == ("summaries: a second summary of a rank is left out",)
+
+
+def test_many_ranks_are_read_in_parts_as_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = [with_functions(msgspec.structs.replace(BARE, rank=rank), a_step(9, 40, rank)) for rank in range(7)]
+    broken = msgspec.structs.replace(BARE, rank=7, functions={"name": b"\x00"}, histograms=b"\x01")
+    ranks, texts = [*(one for one, _ in told), broken], {at: text for _, names in told for at, text in names.items()}
+    at_once = columns_of(ranks, texts, Notes())
+    monkeypatch.setattr(summary_columns, "_AT_ONCE", 3)
+    in_parts = columns_of(ranks, texts, Notes())
+    assert at_once is not None
+    assert in_parts is not None
+    assert in_parts.rank.tolist() == at_once.rank.tolist() == list(range(7))
+    assert in_parts.worker.tolist() == at_once.worker.tolist()
+    assert in_parts.operator.tolist() == at_once.operator.tolist()
+    for name, values in at_once.stats.items():
+        assert np.array_equal(in_parts.stats[name], values, equal_nan=True)
 
 
 def test_a_name_that_has_not_come_is_still_a_function() -> None:
