@@ -4,8 +4,8 @@ A flow is *bad* when it is dead, or when its rate lies below the widest gap betw
 Each thing that flows pass through (a link, a switch, the NIC at either end) is a candidate when nearly all its flows
 are bad. Candidates are taken greedily by how many bad flows they alone still explain, the narrower first where two
 explain the same. Where it is known how much each flow holds up, that is what they explain, and what is left counts only
-if it is about as bad as what is explained: in a ring that stutters innocent flows wait too, for acknowledgements that
-come late on purpose.
+if it is about as bad as what is explained, and its round trips are as long or it loses as well: in a ring that stutters
+innocent flows wait too, for acknowledgements that come late on purpose.
 
 What is wrong with it, by load: where it has to carry several times as many flows as its siblings (the other links or
 switches that could have been chosen at the same place), ECMP has put too many flows on one path: polarisation. A *full*
@@ -35,6 +35,7 @@ DRAGGED_PART = 0.5
 LOSSY_MIN = 0.003
 TIMES_THE_REST = 10.0
 ALIKE_PART = 0.75
+RTT_PART = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,7 @@ def locate(
             break
         found.append(_place(fabric, best, candidates[best], bad, nodes))
         left[candidates[best]] = False
-        left &= badness >= ALIKE_PART * float(np.median(badness[bad & ~left]))
+        left &= _alike(fabric, badness, bad & ~left)
     return found
 
 
@@ -129,6 +130,16 @@ def _badness(fabric: Fabric) -> Floats:
     if dead_flows(fabric).any() or not np.isfinite(fabric.dragged).any():
         return np.ones(len(fabric.gbps))
     return np.nan_to_num(fabric.dragged)
+
+
+def _alike(fabric: Fabric, badness: Floats, explained: Bools) -> Bools:
+    """Flows that are about as bad as those explained in all that is told of them (P,)."""
+    if dead_flows(fabric).any() or not np.isfinite(fabric.dragged).any():
+        return np.ones(len(badness), np.bool_)
+    rtt_us, usual_us = fabric.rtt_us, np.nanmedian(fabric.rtt_us[explained])
+    with np.errstate(invalid="ignore"):
+        as_long = np.isnan(rtt_us) | np.isnan(usual_us) | (rtt_us >= RTT_PART * usual_us)
+    return np.asarray((badness >= ALIKE_PART * np.median(badness[explained])) & (as_long | _lossy(fabric)), np.bool_)
 
 
 def _lossy(fabric: Fabric) -> Bools:

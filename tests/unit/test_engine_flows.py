@@ -170,10 +170,11 @@ def test_a_stopped_receiver_is_no_dead_connection(window_closed: bool) -> None:
     assert history.network.fabric(Topology(), wires.job.now_ms / 1000, 5.0) is not None
 
 
-def test_an_innocent_flow_that_waits_in_a_slow_ring_makes_no_second_culprit() -> None:
+@pytest.mark.parametrize("busy_us", [400_000, 650_000], ids=["half as late", "as late, with short round trips"])
+def test_an_innocent_flow_that_waits_in_a_slow_ring_makes_no_second_culprit(busy_us: int) -> None:
     history, wires = _healthy(4, 1)
     wires.slow[BAD] = 12_000
-    wires.busy_us[frozenset({"gpu001", "gpu002"})] = 400_000  # half as late as those through the narrow link
+    wires.busy_us[frozenset({"gpu001", "gpu002"})] = busy_us
     now = _run(history, wires, 12, transfer_ms=60.0)
     assert _links(diagnose(history, {}, now)) == [(f"{BAD}-fabric", BAD, "link_fault")]
 
