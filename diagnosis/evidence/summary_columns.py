@@ -11,14 +11,13 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-from numpy.lib.recfunctions import repack_fields
 from numpy.typing import NDArray
 
 from diagnosis.contracts import histogram
 from diagnosis.contracts.columns import null_of
 from diagnosis.contracts.errors import AgentFault
 from diagnosis.contracts.histogram import Histograms
-from diagnosis.contracts.incident import WORLD_MAX, Floats, Summaries
+from diagnosis.contracts.incident import WORLD_MAX, Floats, Ints, Summaries
 from diagnosis.contracts.summary import FUNCTION_DTYPE, KINDS, OTHER_HASHES, OTHERS, PARTS, RankSummary, table, tables
 from diagnosis.evidence.notes import Notes
 
@@ -50,13 +49,10 @@ def columns_of(
     told = [one for part in some for one in part.told]
     if not told:
         return None
-    names_and_kinds = np.concatenate([part.functions for part in some])
-    key = names_and_kinds["name"] + names_and_kinds["kind"] * _KIND_STRIDE  # a name may lie about its kind
-    _, first, operator = np.unique(key, return_index=True, return_inverse=True)
-    kinds = names_and_kinds["kind"][first].tolist()
+    known = {function: at for at, function in enumerate(sorted({one for part in some for one in part.known}))}
+    operator = [np.array([known[one] for one in part.known], np.int32)[part.function] for part in some]
     texts = {**names, **{hashed: (kind, OTHERS[kind]) for kind, hashed in enumerate(OTHER_HASHES)}}
-    hashes = names_and_kinds["name"][first].tolist()
-    named = [_named(hashed, kind, texts) for hashed, kind in zip(hashes, kinds, strict=True)]
+    named = [_named(hashed, kind, texts) for hashed, kind in known]
     notes.add(SOURCE, "a function whose name has not come", count=sum(text.startswith("(unnamed") for text in named))
     return Summaries(
         rank=np.array([one.rank for one in told], np.int32),
@@ -64,20 +60,22 @@ def columns_of(
         steps=np.array([np.nan if one.steps is None else _sound(one.steps) for one in told]),
         phases=_phases(told, notes),
         worker=np.repeat(np.arange(len(told)), [rows for part in some for rows in part.rows]).astype(np.int32),
-        operator=operator.astype(np.int32),
+        operator=np.concatenate(operator),
         operator_names=tuple(named),
-        kind=tuple(KINDS[kind] for kind in kinds),
+        kind=tuple(KINDS[kind] for _, kind in known),
         stats={name: np.concatenate([part.stats.pop(name) for part in some]) for name in tuple(some[0].stats)},
     )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Some:
-    """A part of the summaries: those that can be read, rows of each, name and kind of each row, and `_stats`."""
+    """A part of the summaries: those that can be read, rows of each, and of each row which of `known` (hash, kind) it
+    is, and `_stats`."""
 
     told: list[RankSummary]
     rows: list[int]
-    functions: NDArray[np.void]
+    known: list[tuple[int, int]]
+    function: Ints
     stats: dict[str, Floats]
 
 
@@ -88,7 +86,10 @@ def _some(summaries: Sequence[RankSummary], notes: Notes) -> _Some:
     except AgentFault:
         told = [one for one in told if _readable(one, notes)]
         functions, histograms, rows = tables(told)
-    return _Some(told, rows, repack_fields(functions[["name", "kind"]]), _stats(functions, histograms))
+    key = functions["name"] + functions["kind"] * _KIND_STRIDE  # a row may have another kind than its name
+    _, first, function = np.unique(key, return_index=True, return_inverse=True)
+    known = zip(functions["name"][first].tolist(), functions["kind"][first].tolist(), strict=True)
+    return _Some(told, rows, list(known), function.astype(np.int32), _stats(functions, histograms))
 
 
 def _batches(summaries: list[RankSummary]) -> Iterator[list[RankSummary]]:
