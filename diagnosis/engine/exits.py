@@ -48,16 +48,23 @@ def erred_of(lanes: Lanes, now: Now) -> Bools:
 
 def firsts_of(ends: Mapping[int, ExitFacts], erred: Bools, node: Ints) -> list[int]:
     """Ranks that may have ended first, sorted; none where no time is told. Of those that ended together, the ones that
-    no error had reached, if there are any."""
+    no error had reached, if there are any. Whoever was not the first of its own node, by that node's one clock, was not
+    the first of all: a launcher ends the ranks beside one that failed, whether an error reached them or not."""
     times = {rank: end.ended_ms for rank, end in ends.items() if end.ended_ms is not None}
     if not times:
         return []
     first = min(times, key=lambda rank: (times[rank], rank))
+    of_node: dict[int, float] = {}
+    for rank, at in times.items():
+        of_node[int(node[rank])] = min(at, of_node.get(int(node[rank]), at))
 
     def apart_ms(rank: int) -> float:
         return SAME_NODE_MS if node[first] >= 0 and node[first] == node[rank] else BETWEEN_NODES_MS
 
-    together = [rank for rank in times if times[rank] - times[first] <= apart_ms(rank)]
+    def follows(rank: int) -> bool:
+        return node[rank] >= 0 and times[rank] - of_node[int(node[rank])] > SAME_NODE_MS
+
+    together = [rank for rank in times if times[rank] - times[first] <= apart_ms(rank) and not follows(rank)]
     return sorted([rank for rank in together if not erred[rank]] or together)
 
 

@@ -109,6 +109,12 @@ def test_who_is_ended_by_the_launcher_afterwards_is_no_culprit() -> None:
     assert named(verdict(said, ends, per_node=2)) == [("rank", 0, "n0", "process_exit")]
 
 
+def test_who_is_ended_by_its_launcher_after_a_neighbour_that_failed_is_no_first_on_another_node_either() -> None:
+    said = [failed_round()] * 4 + [open_round(), failed_round(), failed_round(), open_round()]
+    ends = {4: died(0, KILL), 5: died(9, TERM), 6: died(20, code=1), 7: died(30, TERM)} | victims(0, 1, 2, 3, at=180)
+    assert named(verdict(said, ends, per_node=2)) == [("rank", 4, "n2", "process_exit")]
+
+
 def test_a_victim_that_went_at_nearly_the_same_time_on_another_node_had_seen_an_error() -> None:
     said = [failed_round(), open_round(), failed_round(), failed_round()]
     assert named(verdict(said, {1: died(30, KILL)} | victims(0, 2, 3, at=0))) == [("rank", 1, "n1", "process_exit")]
