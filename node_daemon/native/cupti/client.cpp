@@ -203,17 +203,21 @@ void set_condenser(Condenser* condenser) {
   pthread_mutex_unlock(&g_lock);
 }
 
-// Where it fails, or the program makes no call, CUPTI stays in the process, dormant.
+// Where it fails, or the program makes no call, CUPTI stays in the process, dormant. Asked for last: with the first call
+// of the program after that, CUPTI may be gone.
 bool take_out(void) {
-  __atomic_store_n(&g_detaching, (uint32_t)kAsked, __ATOMIC_RELEASE);
   const bool asked = g_cupti.enable_domain(1, g_subscriber, kDomainRuntime) == kSuccess &&
                      g_cupti.enable_domain(1, g_subscriber, kDomainDriver) == kSuccess;
+  if (asked) {
+    __atomic_store_n(&g_detaching, (uint32_t)kAsked, __ATOMIC_RELEASE);
+  }
   const uint64_t give_up_ns = tocsin_now_ns() + kDetachWait_ns;
   while (asked && __atomic_load_n(&g_detaching, __ATOMIC_ACQUIRE) == kAsked && tocsin_now_ns() < give_up_ns) {
     nap(1000000);
   }
   uint32_t expected = kAsked;
-  if (__atomic_compare_exchange_n(&g_detaching, &expected, kNotAsked, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE)) {
+  if (!asked ||
+      __atomic_compare_exchange_n(&g_detaching, &expected, kNotAsked, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE)) {
     g_cupti.enable_domain(0, g_subscriber, kDomainRuntime);
     g_cupti.enable_domain(0, g_subscriber, kDomainDriver);
     g_cupti.unsubscribe(g_subscriber);

@@ -102,12 +102,17 @@ class Program:
             os.pwrite(control.fileno(), struct.pack("<I", self.asked), ASKED_OFFSET)
 
     def await_state(self, state: State) -> None:
-        await_(lambda: self.state() == state)
+        self._await(lambda: self.state() == state)
 
     def await_done(self) -> Why:
         """Why the request that was made last is over."""
-        await_(lambda: int(self.control()["done"]) == self.asked)
+        self._await(lambda: int(self.control()["done"]) == self.asked)
         return Why(int(self.control()["why"]))
+
+    def _await(self, condition: Callable[[], bool]) -> None:
+        await_(lambda: condition() or self.process.poll() is not None)
+        if self.process.poll() is not None and not condition():
+            raise AssertionError(f"the program ended early: {self.process.communicate(timeout=DEADLINE_S)[1]}")
 
     def window(self) -> KernelWindow:
         return kernelwindow.parse_window(self.file(".cupti.window").read_bytes())
